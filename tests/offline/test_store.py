@@ -1,4 +1,4 @@
-"""A key is created once, by one, whole: in a folder, in S3 and in Azure. A store that cannot do that is refused."""
+"""A key is created once, by one, whole: in a folder, S3, Azure and Google Cloud Storage. A store that cannot do that is refused."""
 
 import os
 import threading
@@ -20,6 +20,7 @@ from tests.data import store as bad
 from tests.data.store import Store as Server
 from tests.offline.azurite import ACCOUNT, CONTAINER, KEY, azurite
 from tests.offline.fake_store import FakeStore, no_answer
+from tests.offline.gcs import Bucket, google
 from tests.offline.rows_job import JOB, assert_every_row_once, plan_of, visible
 
 
@@ -40,13 +41,27 @@ def in_azure(azure: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     stores._process.cache_clear()
 
 
-@pytest.fixture(params=["a folder", "S3", pytest.param("Azure", marks=pytest.mark.slow)])
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """A bucket of Google's, and an environment that leads to it."""
+    with google(tmp_path) as (found, account):
+        monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(account))
+        monkeypatch.setenv("GOOGLE_ALLOW_HTTP", "true")
+        stores._process.cache_clear()
+        yield found
+        stores._process.cache_clear()
+
+
+@pytest.fixture(params=["a folder", "S3", "Google", pytest.param("Azure", marks=pytest.mark.slow)])
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     if request.param == "a folder":
         return store_at(tmp_path / "job")
     if request.param == "Azure":
         request.getfixturevalue("in_azure")
         return store_at(Remote(f"az://{CONTAINER}", f"{abs(hash(request.node.nodeid)):x}/job"))
+    if request.param == "Google":
+        request.getfixturevalue("bucket")
+        return store_at(Remote("gs://jobs", "some/job"))
     server: Server = request.getfixturevalue("store")
     return store_at(Remote(server.url, "some/job"))
 
@@ -181,6 +196,14 @@ def test_a_store_without_conditional_create_is_refused(tmp_path: Path, store: Se
     monkeypatch.setattr(os, "link", no_links)
     with pytest.raises(Refused, match="hard links"):
         store_at(tmp_path)
+
+
+def test_google_without_conditional_create_is_refused(bucket: Bucket) -> None:
+    store_at(Remote("gs://jobs", "job"))
+    assert not bucket.objects
+    bucket.heeds = False
+    with pytest.raises(Refused, match=r"gs://jobs/job cannot create a file only where there is none"):
+        store_at(Remote("gs://jobs", "job"))
 
 
 def test_retries_are_for_failures_that_may_pass(monkeypatch: pytest.MonkeyPatch) -> None:
