@@ -16,7 +16,7 @@ from eyeline.train import environment, loop
 from eyeline.train.run import Run, to_yaml
 from tests import ranks
 from tests.forked import run_command
-from tests.parallel.test_ranks_train import run_of
+from tests.parallel.whole_runs import run_of
 from tests.train.recipe import tiny_run
 
 ALIKE = RankReport("node0", "H100", {"eyeline": "1", "code of eyeline": "ab", "Python": "3", "torch": "2"}, {}, {}, 100.0, 50e12, 10**12)

@@ -21,7 +21,7 @@ from eyeline.parallel import watch
 from eyeline.train import loop, stage
 from eyeline.train.run import Run
 from tests import ranks
-from tests.parallel.test_ranks_train import bits, lines, run_of, start, train
+from tests.parallel.whole_runs import bits, lines, run_of, start, train, uninterrupted
 
 pytestmark = pytest.mark.slow
 
@@ -30,11 +30,7 @@ LOST, STOPPED, KILLED = RankLost.code, Stopped.code, -signal.SIGKILL
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A folder with data, and the bits of the uninterrupted run on two ranks."""
-    folder = tmp_path_factory.mktemp("whole")
-    run = cut_run(folder, "whole")
-    train(run, 2)
-    return folder, bits(run)
+    return uninterrupted(tmp_path_factory, cut_run)
 
 
 @pytest.fixture(autouse=True)

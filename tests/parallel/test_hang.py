@@ -19,8 +19,7 @@ from eyeline.parallel.calls import Call, Record, read_calls
 from eyeline.study.hang import desynchronised_ranks, explain_hang
 from eyeline.train import loop
 from tests import ranks
-from tests.parallel.test_rank_faults import at_step
-from tests.parallel.test_ranks_train import run_of, start
+from tests.parallel.whole_runs import at_step, run_of, start
 
 NONE_DIFFERS = "no rank has issued other collectives than the rest"
 SEQUENCE = ["all_gather [4] → [8]", "reduce_scatter [8] → [4]", "all_reduce [3] → [3]", "all_gather [6] → [12]", "all_reduce [2] → [2]"]

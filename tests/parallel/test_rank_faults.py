@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from eyeline.train import loop
 from eyeline.train.evidence import batches_in
 from eyeline.train.run import Run, to_yaml
 from tests import ranks
-from tests.parallel.test_ranks_train import bits, run_of, start, train
+from tests.parallel.whole_runs import at_step, bits, run_of, start, train, uninterrupted
 
 pytestmark = pytest.mark.ranks
 
@@ -30,11 +29,7 @@ LOST, KILLED = 9, -9
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A folder with data, and the bits of the uninterrupted run on two ranks."""
-    folder = tmp_path_factory.mktemp("whole")
-    run = cut_run(folder, "whole")
-    train(run, 2)
-    return folder, bits(run)
+    return uninterrupted(tmp_path_factory, cut_run)
 
 
 def cut_run(folder: Path, name: str, *overrides: str) -> Run:
@@ -46,23 +41,6 @@ def assert_same_end(run: Run, wanted: Any) -> None:
     (steps, weights), (all_steps, end) = bits(run), wanted
     assert all(step in all_steps for step in steps)
     assert weights == end
-
-
-def at_step(step: int, at_rank: int, do: Callable[[], object]) -> Callable[[int], None]:
-    """One rank does something in the middle of a step."""
-
-    def before(rank: int) -> None:
-        update, done = loop.update, [0]
-
-        def counted(*args: Any, **how: Any) -> Any:
-            done[0] += 1
-            if done[0] == step and rank == at_rank:
-                do()
-            return update(*args, **how)
-
-        loop.update = counted
-
-    return before
 
 
 def kill() -> None:

@@ -15,18 +15,14 @@ import pytest
 from eyeline.checkpoint import store
 from eyeline.core.files import read_json
 from eyeline.train.run import Run, to_yaml
-from tests.parallel.test_ranks_train import bits, lines, run_of, train
+from tests.parallel.whole_runs import bits, lines, run_of, train, uninterrupted
 
 pytestmark = pytest.mark.slow  # each start of torchrun and its ranks imports torch and transformers three times
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A folder with data, and the bits of the uninterrupted run on two ranks."""
-    folder = tmp_path_factory.mktemp("whole")
-    run = long_run(folder, "whole")
-    train(run, 2)
-    return folder, bits(run)
+    return uninterrupted(tmp_path_factory, long_run)
 
 
 def long_run(folder: Path, name: str) -> Run:
