@@ -1302,6 +1302,56 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "parallel/test_ranks_train.py::test_ranks_that_share_packs_train_what_one_process_does[mesh.cp=2]",
         ),
     ],
+    "slices": [
+        (
+            "parallel/pipeline.py",
+            "            own += theirs\n",
+            "            pass\n",
+            "parallel/test_slices.py::test_two_slices_update_as_one_process[text]",
+        ),
+        (
+            "parallel/pipeline.py",
+            "return not any(tensor_of(self.plan.model, name) is p",
+            "return True or not any(tensor_of(self.plan.model, name) is p",
+            "parallel/test_slices.py::test_two_slices_update_as_one_process[text]",
+        ),
+        (
+            "parallel/pipeline.py",
+            "        return square.sqrt()",
+            "        return own.float()",
+            "parallel/test_slices.py::test_two_slices_update_as_one_process[llava]",
+        ),
+        (
+            "parallel/pipeline.py",
+            "total_2E = total_2E + torch.stack([load_E.float(), mass_E])",
+            "total_2E = total_2E + torch.stack([load_E.float(), mass_E.detach()])",
+            "parallel/test_slices.py::test_two_slices_update_as_one_process[qwen3_vl-moe]",
+        ),
+        (
+            "train/step.py",
+            "tokens_NE[ranks.pipeline.own_moe_layers]",
+            "tokens_NE[: len(ranks.pipeline.own_moe_layers)]",
+            "parallel/test_slices.py::test_two_slices_update_as_one_process[qwen3_5_vl-moe]",
+        ),
+        (
+            "train/slices.py",
+            "    deep = 0 if plan.spec.vision is None else plan.spec.vision.deepstack\n    return",
+            "    deep = 0\n    return",
+            "parallel/test_slices.py::test_two_slices_update_as_one_process[qwen3_vl]",
+        ),
+        (
+            "train/saving.py",
+            "        if name not in running.plan.copies:\n",
+            "        if True:\n",
+            "parallel/test_ranks_train.py::test_ranks_that_share_packs_train_what_one_process_does[mesh.pp=2]",
+        ),
+        (
+            "core/plan.py",
+            "            setattr(plan.model.get_submodule(path), leaf, tensor_of(plan.model, here))\n    try:",
+            "            pass\n    try:",
+            "parallel/test_slices.py::test_slices_start_from_the_weights_that_one_process_draws",
+        ),
+    ],
     "sharding": [
         (
             "parallel/shard.py",
