@@ -1337,7 +1337,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "train/slices.py",
             "    deep = 0 if plan.spec.vision is None else plan.spec.vision.deepstack\n    return",
             "    deep = 0\n    return",
-            "parallel/test_slices.py::test_two_slices_update_as_one_process[qwen3_vl]",
+            "parallel/test_slices.py::test_interleaved_slices_update_as_one_process[qwen3_vl]",
         ),
         (
             "train/saving.py",

@@ -32,7 +32,7 @@ TEXTS = {
 CASES = FAMILIES | TEXTS
 PP = MeshSizes(pp=2)
 FULL = Budget(TOKENS, 1000)
-SELDOM = ("llama", "qwen2", "qwen3_5_vl")  # what others of the table show in part
+SELDOM = ("llama", "qwen2", "qwen3_vl", "qwen3_5_vl")  # what others of the table show in part
 
 
 def deep(case: Case, layers: int) -> Case:

@@ -113,6 +113,7 @@ def slice_of(model: Any, layers: int) -> Callable[..., tuple[Any, Sequence[Any]]
 
     def forward(batch: Batch, blocks: range, x_TD: Tensor | None = None) -> tuple[Any, Sequence[Any]]:
         x_TD, deep = model.enter(batch) if x_TD is None else (x_TD, ())
+        assert len(deep) <= blocks.stop, "the blocks that DeepStack adds to are in the first slice"
         x_TD, routed = model.language.through(x_TD, batch, None, deep, blocks)
         return (x_TD if blocks.stop < layers else model.language.leave(x_TD, batch, routed)), routed
 
