@@ -1,5 +1,8 @@
 """Muon over sharded matrices against torch's on one device."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,7 +24,7 @@ def matrices(seed: int) -> list[Tensor]:
     return [torch.randn(shape, generator=rng) for shape in SHAPES]
 
 
-def stepped(optimizer: type[torch.optim.Muon], sharded: list[Tensor], gradients: list[list[Tensor]]) -> list[nn.Parameter]:
+def stepped(optimizer: Callable[..., torch.optim.Muon], sharded: list[Tensor], gradients: list[list[Tensor]]) -> list[nn.Parameter]:
     """Three steps; in the second one matrix has no gradient."""
     parameters = [nn.Parameter(x) for x in sharded]
     made = optimizer(parameters, **HOW)
@@ -41,7 +44,7 @@ def test_sharded_matrices_take_the_step_of_one_device(count: int) -> None:
         def cut(whole: list[Tensor]) -> list[Tensor]:
             return [distribute_tensor(x, mesh.shard, [Shard(0)]) for x in whole]
 
-        done = stepped(ShardedMuon, cut(matrices(0)), [cut(matrices(n)) for n in (1, 2, 3)])
+        done = stepped(partial(ShardedMuon, mesh=mesh), cut(matrices(0)), [cut(matrices(n)) for n in (1, 2, 3)])
         return [p.data.full_tensor() for p in done if isinstance(p.data, DTensor)]
 
     want = stepped(torch.optim.Muon, matrices(0), [matrices(n) for n in (1, 2, 3)])

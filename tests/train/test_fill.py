@@ -6,15 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import eyeline.train.loop as loop
 from eyeline.bundle.bundle import open_bundle
-from eyeline.bundle.fill import load
+from eyeline.bundle.fill import load, merged_part
 from eyeline.checkpoint import store
 from eyeline.core.errors import Refused, Stopped
 from eyeline.core.randomness import torch_rng_for
+from eyeline.core.shards import Box
 from eyeline.data.text.templates import template_named
 from eyeline.data.text.tokenizer import train_bpe
+from eyeline.models.layers import Linear
+from eyeline.models.lora import LoRA, LoRALinear, merge, updates_of
 from eyeline.models.shape import build
 from eyeline.parallel.launch import machine
 from eyeline.recipes.problems import settings_problems
@@ -239,3 +243,26 @@ def test_the_order_of_fresh_parts_is_no_difference(tmp_path: Path) -> None:
 def test_settings_that_contradict_are_refused(tmp_path: Path, setting: str, message: str) -> None:
     with pytest.raises(Refused, match=message):
         tiny_run(tmp_path, setting)
+
+
+class Kept:
+    """Tensors in memory, to be read in parts."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]):
+        self.meta = tensors
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        x = self.meta[name]
+        return x if box is None else x[box.within(Box((0,) * x.ndim, tuple(x.shape)))]
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_part_of_a_merged_weight_is_that_of_the_whole(dora: bool) -> None:
+    """Some rows and some columns, as FSDP and tensor parallelism cut a weight; the length that DoRA sets is of whole rows."""
+    layer = LoRALinear(Linear(8, 6, bias=False), LoRA(rank=2, alpha=6, dora=dora, targets="all-linear"), "x")
+    rng = torch_rng_for(0, "merged")
+    tensors = {f"x.{name}": torch.randn(x.shape, generator=rng) for name, x in layer.named_parameters()}
+    whole = merge(tensors["x.weight"], tensors["x.lora_A"], tensors["x.lora_B"], layer.scale, tensors.get("x.lora_magnitude"))
+    update = updates_of(nn.ModuleDict({"x": layer}))["x.weight"]
+    part = merged_part(Kept(tensors), "x.weight", Box((2, 4), (3, 4)), (6, 8), update, torch.device("cpu"))
+    torch.testing.assert_close(part, whole[2:5, 4:8])

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import eyeline.train.loop as loop
 from eyeline.checkpoint import store
 from eyeline.core.errors import Refused, Stopped
+from eyeline.core.shards import Box, places_in_whole
 from eyeline.core.world import World
 from eyeline.kernels.rounding import stochastic_bf16
 from eyeline.parallel.mesh import MeshSizes, mesh_of
@@ -82,14 +83,27 @@ def test_rounding_takes_a_neighbour_without_bias_however_a_tensor_is_cut() -> No
     x = torch.randn(20_000, generator=torch.Generator().manual_seed(0)) * 3
     down = (x.view(torch.int32) & -0x10000).view(torch.float32)
     up = ((x.view(torch.int32) & -0x10000) + 0x10000).view(torch.float32)
-    got = stochastic_bf16(x, 12345)
+    place = torch.arange(len(x))
+    got = stochastic_bf16(x, 12345, place)
     assert ((got.float() == down) | (got.float() == up)).all()
     share = ((x - down) / (up - down)).double()
     assert (got.float() == up).double().mean().item() == pytest.approx(share.mean().item(), abs=0.01)
-    assert torch.equal(torch.cat([stochastic_bf16(x[:777], 12345), stochastic_bf16(x[777:], 12345, 777)]), got)
-    assert not torch.equal(stochastic_bf16(x, 12346), got)
+    assert torch.equal(torch.cat([stochastic_bf16(x[:777], 12345, place[:777]), stochastic_bf16(x[777:], 12345, place[777:])]), got)
+    assert not torch.equal(stochastic_bf16(x, 12346, place), got)
     exact = got.float()
-    assert torch.equal(stochastic_bf16(exact, 5), got), "what bfloat16 has is kept"
+    assert torch.equal(stochastic_bf16(exact, 5, place), got), "what bfloat16 has is kept"
+
+
+@pytest.mark.parametrize(
+    "box", [Box((2, 0, 0), (3, 4, 6)), Box((1, 2, 0), (4, 2, 6)), Box((0, 1, 3), (5, 3, 2)), Box((5, 0, 0), (0, 4, 6))]
+)
+def test_places_in_a_whole_tensor_are_those_of_its_rows(box: Box) -> None:
+    numbers = torch.arange(5 * 4 * 6).view(5, 4, 6)
+    of_box = numbers[box.within(Box((0, 0, 0), (5, 4, 6)))].flatten()
+    halves = [
+        places_in_whole(box, (5, 4, 6), start, end, torch.device("cpu")) for start, end in ((0, box.size // 2), (box.size // 2, box.size))
+    ]
+    assert torch.equal(torch.cat(halves), of_box)
 
 
 @pytest.mark.parametrize("how", ["state_dtype: bf16", "offload: true", "state_dtype: bf16, offload: true"])

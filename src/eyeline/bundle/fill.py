@@ -22,7 +22,7 @@ from eyeline.core.plan import PARTS, NewRows, Part, Plan, complete, part_of, ten
 from eyeline.core.randomness import torch_rng_for
 from eyeline.core.shards import Box, held, put, whole
 from eyeline.models import Config, Model
-from eyeline.models.lora import LoRA, adapters, merge, updates_of
+from eyeline.models.lora import LoRA, Update, adapters, merge, updates_of
 from eyeline.models.shape import shape
 from eyeline.parallel.mesh import Mesh
 from eyeline.parallel.place import place
@@ -204,20 +204,23 @@ def _from_checkpoint(plan: Plan[Model], source: Weights, parts: Collection[Part]
                 put(x, _enlarged(_with_new_rows(stored, name, apart), source, len(x)))
                 done.add(name)
                 continue
-            value: Tensor = stored.read(name, part.box)
-            update = updates.get(name)
-            if update is not None and not keep_adapters:
-                (*first, row, column), (*experts, rows, columns) = part.box  # of stacked experts there are some
-                a_rI = stored.read(update.a, Box((*first, 0, column), (*experts, update.rank, columns))).to(x.device)
-                b_Or = stored.read(update.b, Box((*first, row, 0), (*experts, rows, update.rank))).to(x.device)
-                magnitude_O = None
-                if update.magnitude is not None:
-                    assert columns == x.shape[-1], "the length of a row is of all its columns"
-                    magnitude_O = stored.read(update.magnitude, Box((row,), (rows,))).to(x.device)
-                value = merge(value.to(x.device), a_rI, b_Or, update.scale, magnitude_O)
+            update = None if keep_adapters else updates.get(name)
+            value = stored.read(name, part.box) if update is None else merged_part(stored, name, part.box, tuple(x.shape), update, x.device)
             part.local.copy_(value)
             done.add(name)
     return done
+
+
+def merged_part(stored: Stored, name: str, box: Box, shape: tuple[int, ...], update: Update, device: torch.device) -> Tensor:
+    """A part of a weight of a checkpoint, with the update of its adapter. With DoRA whole rows are read, whose lengths are set."""
+    (*first, row, column), (*experts, rows, columns) = box  # of stacked experts there are some
+    start, count, magnitude_O = (column, columns, None) if update.magnitude is None else (0, shape[-1], update.magnitude)
+    if magnitude_O is not None:
+        magnitude_O = stored.read(magnitude_O, Box((row,), (rows,))).to(device)
+    weight_OI = stored.read(name, Box((*first, row, start), (*experts, rows, count))).to(device)
+    a_rI = stored.read(update.a, Box((*first, 0, start), (*experts, update.rank, count))).to(device)
+    b_Or = stored.read(update.b, Box((*first, row, 0), (*experts, rows, update.rank))).to(device)
+    return merge(weight_OI, a_rI, b_Or, update.scale, magnitude_O)[..., column - start : column - start + columns]
 
 
 def _with_new_rows(stored: Stored, name: str, apart: NewRows | None) -> Tensor:

@@ -135,7 +135,7 @@ class Entry:
     storage: Literal["plain"] = "plain"  # "plain" is one tensor of `stored`
 
 
-Replaceable = Literal["attend", "scan", "dispatch", "agree", "deliver", "loss"]  # kinds of weightless submodules
+Replaceable = Literal["attend", "scan", "dispatch", "agree", "deliver", "loss", "lengths"]  # kinds of weightless submodules
 M = TypeVar("M", bound=nn.Module)
 
 

@@ -83,5 +83,28 @@ def put(x: Tensor, whole: Tensor) -> None:
 
 @torch.no_grad()
 def whole(x: Tensor) -> Tensor:
-    """A whole tensor, gathered where it is sharded: then all ranks ask for it at once."""
-    return x.full_tensor() if is_sharded(x) else x  # type: ignore[attr-defined]
+    """A whole tensor, put together where it is sharded: then all ranks ask for it at once. Not `full_tensor`: of a tensor that is cut on
+    two axes torch warns that it gathers twice."""
+    if not is_sharded(x):
+        return x
+    import torch.distributed as dist
+
+    part, mesh = held(x), x.device_mesh  # type: ignore[attr-defined]
+    out = torch.zeros(x.shape, dtype=x.dtype, device=part.local.device)
+    if part.replica == 0:
+        out[part.box.within(Box((0,) * x.ndim, tuple(x.shape)))] = part.local
+    for dim in range(mesh.ndim):
+        dist.all_reduce(out, group=mesh.get_group(dim))
+    return out
+
+
+def places_in_whole(box: Box, shape: tuple[int, ...], start: int, end: int, device: torch.device) -> Tensor:
+    """The places that numbers `start` to `end` of a part have in the whole tensor: both are counted row by row."""
+    place_N = torch.arange(start, end, device=device)
+    if box.lengths[1:] == shape[1:]:  # whole rows, or a number
+        return place_N + math.prod(shape[1:]) * (box.offset[0] if shape else 0)
+    rest_N, place_N, stride = place_N, torch.zeros_like(place_N), 1
+    for first, length, size in zip(*(reversed(x) for x in (*box, shape)), strict=True):
+        place_N += (rest_N % length + first) * stride
+        rest_N, stride = rest_N // length, stride * size
+    return place_N

@@ -10,10 +10,10 @@ from torch import Tensor
 ODD = 0x2545F4914F6CDD1D  # of xorshift64* (Vigna 2016)
 
 
-def stochastic_bf16(x_N: Tensor, address: int, first: int = 0) -> Tensor:
-    """Float32 numbers in bfloat16. What number n is rounded by follows from the address (63 bits) and from `first` + n, so that it is the
-    same however a tensor is cut."""
-    n_N = torch.arange(first + 1, first + 1 + len(x_N), device=x_N.device) * (address | 1)
+def stochastic_bf16(x_N: Tensor, address: int, place_N: Tensor) -> Tensor:
+    """Float32 numbers in bfloat16. What a number is rounded by follows from the address (63 bits) and from its place in the whole tensor,
+    so that it is the same however the tensor is cut."""
+    n_N = (place_N + 1) * (address | 1)
     hashed_N = (n_N ^ (n_N >> 32)) * ODD
     hashed_N = (hashed_N ^ (hashed_N >> 29)) * (address | 1)
     chance_N = (hashed_N >> 40 & 0xFFFF).int()

@@ -25,7 +25,7 @@ from eyeline.kernels.linears import Layer, adapted
 from eyeline.kernels.moe import grouped_linear
 from eyeline.kernels.swiglu import swiglu
 from eyeline.models.flops import Rows, Tally
-from eyeline.models.layers import Linear
+from eyeline.models.layers import Linear, ReplaceableModule
 from eyeline.models.moe import Experts, ExpertWeights
 
 
@@ -41,6 +41,18 @@ class LoRA(Settings):
     @property
     def scale(self) -> float:
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+
+SHORTEST = 1e-12  # a row, where its norm is divided by
+
+
+class Lengths(ReplaceableModule):
+    """Norms of what is here of each row -> of whole rows, where tensor parallelism cuts them."""
+
+    kind = "lengths"
+
+    def forward(self, length_O: Tensor) -> Tensor:
+        return length_O
 
 
 class LoRALinear(Linear):
@@ -63,6 +75,7 @@ class LoRALinear(Linear):
         self.lora_B = nn.Parameter(torch.empty(base.out_features, lora.rank, device=base.weight.device))
         magnitude = nn.Parameter(torch.empty(base.out_features, device=base.weight.device)) if lora.dora else None
         self.register_parameter("lora_magnitude", magnitude)
+        self.lengths = Lengths() if lora.dora else None
 
     def traits(self) -> dict[str, Traits]:
         """Where outputs are cut, so is B, and A is whole; where inputs are, so is A, and B is whole."""
@@ -111,8 +124,9 @@ class LoRALinear(Linear):
 
     @torch.no_grad()
     def _lengths(self) -> Tensor:
-        """The norm of each row of the updated weight."""
-        return lengths_of(merge(self.weight, self.lora_A, self.lora_B, self.scale))
+        """The norm of each row of the updated weight, of which tensor parallelism may have some columns here."""
+        assert self.lengths is not None
+        return self.lengths(merge(self.weight, self.lora_A, self.lora_B, self.scale).norm(dim=1)).clamp_min(SHORTEST)
 
     def count(self, tally: Tally, reached: bool, rows: Rows) -> bool:
         rank, a, b = len(self.lora_A), self.lora_A.requires_grad, self.lora_B.requires_grad
@@ -276,4 +290,4 @@ def merge(weight_OI: Tensor, a_rI: Tensor, b_Or: Tensor, scale: float, magnitude
 
 def lengths_of(weight_OI: Tensor) -> Tensor:
     """The norm of each row, never zero: a row of zeros, as in a layer that starts at zero, has no direction to divide by."""
-    return weight_OI.norm(dim=1).clamp_min(1e-12)
+    return weight_OI.norm(dim=1).clamp_min(SHORTEST)

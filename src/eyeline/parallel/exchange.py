@@ -32,6 +32,13 @@ def exchanged(x: Tensor, sends: Sequence[int], receives: Sequence[int], ranks: "
     return out
 
 
+def summed(x: Tensor, ranks: "ProcessGroup") -> Tensor:
+    """The sum over ranks. Without gradients."""
+    out = x.clone()
+    dist.all_reduce(out, group=ranks)
+    return out
+
+
 def _summed(x: Tensor, ranks: "ProcessGroup") -> Tensor:
     out = x.new_empty(len(x) // ranks.size(), *x.shape[1:])
     _reduce_scatter(out, x.contiguous(), group=ranks)
@@ -60,6 +67,19 @@ class _Summed(torch.autograd.Function):
         return gathered(gradients[0], ctx.ranks), None
 
 
+class _SomeGathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: Sequence[int], ranks: Any) -> Tensor:
+        ctx.counts, ctx.ranks, n = counts, ranks, ranks.size()
+        return exchanged(x.repeat(n, *[1] * (x.ndim - 1)), [len(x)] * n, counts, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        n, own = ctx.ranks.size(), ctx.counts[ctx.ranks.rank()]
+        parts = exchanged(gradients[0], ctx.counts, [own] * n, ctx.ranks)
+        return parts.unflatten(0, (n, own)).sum(0, dtype=torch.float32).to(parts.dtype), None, None
+
+
 class _Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sends: Sequence[int], receives: Sequence[int], ranks: Any) -> Tensor:
@@ -74,6 +94,11 @@ class _Exchanged(torch.autograd.Function):
 def gather_rows(x: Tensor, ranks: "ProcessGroup") -> Tensor:
     """The rows of all ranks, in their order; gradients are summed over ranks, and each keeps those of its rows."""
     return _Gathered.apply(x, ranks)  # type: ignore[return-value]
+
+
+def gather_some(x: Tensor, counts: Sequence[int], ranks: "ProcessGroup") -> Tensor:
+    """As `gather_rows`, where rank r has counts[r] rows. Gradients are summed in float32."""
+    return _SomeGathered.apply(x, counts, ranks)  # type: ignore[return-value]
 
 
 def sum_rows(x: Tensor, ranks: "ProcessGroup") -> Tensor:

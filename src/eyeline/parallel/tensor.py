@@ -6,15 +6,29 @@ alone with weights that are whole, as in data parallelism: embedding, norms, rou
 code.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
-from eyeline.core.plan import Entry, Plan
-from eyeline.parallel.exchange import gather_rows, sum_rows
+from eyeline.core.plan import INPUTS, Entry, Plan
+from eyeline.parallel.exchange import gather_rows, sum_rows, summed
 from eyeline.parallel.mesh import Mesh
 from eyeline.parallel.pieces import along, cut, in_pieces
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class LengthsOverColumns(nn.Module):
+    """Norms of rows whose columns are on several ranks (DoRA of a layer whose inputs are cut)."""
+
+    def __init__(self, ranks: "ProcessGroup"):
+        super().__init__()
+        self.ranks = ranks
+
+    def forward(self, length_O: Tensor) -> Tensor:
+        return summed(length_O.square(), self.ranks).sqrt()
 
 
 def cut_branches(plan: Plan[Any], mesh: Mesh) -> None:
@@ -28,6 +42,10 @@ def cut_branches(plan: Plan[Any], mesh: Mesh) -> None:
             if path.startswith(f"{name}."):
                 owner, _, leaf = path.rpartition(".")
                 _cut(plan.model.get_submodule(owner), leaf, entry, mesh)
+        for path in plan.replaceable.get(("language", "lengths"), ()):
+            layer = path.rpartition(".")[0]
+            if path.startswith(f"{name}.") and plan.table[f"{layer}.weight"].split == INPUTS:
+                plan.model.set_submodule(path, LengthsOverColumns(ranks))
         in_pieces(branch, lambda x: gather_rows(x, ranks), lambda x: sum_rows(x, ranks))
 
 

@@ -1,7 +1,8 @@
 """Optimizers: settings, which parameter goes where, and the learning rate of each part."""
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
-from typing import Annotated, Any, Literal, assert_never
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal, assert_never
 
 import torch
 from pydantic import Field
@@ -11,10 +12,13 @@ from eyeline.checkpoint.pieces import Stored
 from eyeline.checkpoint.tensors import misfits, refuse_misfits
 from eyeline.core.plan import Entry, Part, Plan
 from eyeline.core.settings import PositiveFloat, Settings, Share
-from eyeline.core.shards import held, is_sharded, mesh_of_tensor
+from eyeline.core.shards import held, mesh_of_tensor
 from eyeline.train.muon import StackedMuon
 from eyeline.train.not_compiled import NotCompiled
 from eyeline.train.small_adamw import SmallAdamW
+
+if TYPE_CHECKING:
+    from eyeline.parallel.mesh import Mesh
 
 
 class AdamW(Settings):
@@ -52,9 +56,9 @@ STATES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Optimizer = Annotated[AdamW | Muon, Field(discriminator="kind")]
 
 
-def make_optimizers(plan: Plan[Any], settings: Optimizer, seed: int = 0) -> list[torch.optim.Optimizer]:
+def make_optimizers(plan: Plan[Any], settings: Optimizer, seed: int = 0, mesh: "Mesh | None" = None) -> list[torch.optim.Optimizer]:
     """Optimizers over every trainable parameter, none twice and none left out. A group of nothing does not exist. `seed` is of stochastic
-    rounding.
+    rounding, `mesh` what the model was placed on.
 
     Each group says its `part` and `ratio`: `set_learning_rates` gives it rate(part) × ratio. Groups have a fixed order,
     so that a saved state finds its parameters again. None where this rank has slices of a model in which nothing trains.
@@ -75,7 +79,7 @@ def make_optimizers(plan: Plan[Any], settings: Optimizer, seed: int = 0) -> list
             if matrices:
                 groups = _groups(matrices, settings.weight_decay, ratio=1.0)
                 how: dict[str, Any] = {"lr": 0.0, "momentum": settings.momentum, "weight_decay": settings.weight_decay}
-                optimizers.append(_muon(any(is_sharded(x) for _, x, _ in matrices))(groups, **how, adjust_lr_fn="match_rms_adamw"))
+                optimizers.append(_muon(mesh)(groups, **how, adjust_lr_fn="match_rms_adamw"))
             if rest:
                 optimizers.append(_adamw(settings, _groups(rest, settings.weight_decay, settings.adamw_lr_ratio)))
             return optimizers
@@ -105,12 +109,12 @@ class _AdamW(NotCompiled, torch.optim.AdamW):
     pass
 
 
-def _muon(sharded: bool) -> type[torch.optim.Muon]:
-    if not sharded:
+def _muon(mesh: "Mesh | None") -> Callable[..., torch.optim.Muon]:
+    if mesh is None:
         return StackedMuon
     from eyeline.parallel.muon import ShardedMuon
 
-    return ShardedMuon
+    return partial(ShardedMuon, mesh=mesh)
 
 
 def _adamw(settings: AdamW | Muon, groups: list[dict[str, Any]]) -> torch.optim.AdamW:

@@ -4,7 +4,6 @@ The update is torch's fused kernel on float32 moments, a chunk of a parameter at
 by seed, parameter and step, so that a resumed run rounds as one that was not interrupted.
 """
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from eyeline.core.randomness import seed_for
-from eyeline.core.shards import held, is_sharded
+from eyeline.core.shards import held, is_sharded, places_in_whole
 from eyeline.kernels.rounding import stochastic_bf16
 from eyeline.train.not_compiled import NotCompiled
 
@@ -48,7 +47,6 @@ class SmallAdamW(NotCompiled):
             state |= {moment: self.new_moment(parameter) for moment in MOMENTS}
         state["step"] += 1
         part, number = held(parameter), int(state["step"])
-        first = math.prod(parameter.shape[1:]) * part.box.offset[0] if parameter.ndim else 0  # what is cut is cut along the first dim
         local, gradient = part.local.view(-1), held(parameter.grad).local.reshape(-1)  # type: ignore[arg-type]  # step looked
         moments = [held(state[moment]).local.view(-1) for moment in MOMENTS]
         addresses = [seed_for(self.seed, f"rounding {moment} of {name}", number) for moment in MOMENTS]
@@ -70,9 +68,11 @@ class SmallAdamW(NotCompiled):
                 amsgrad=False,
                 maximize=False,
             )
-            for moment, value, address in zip(moments, floats, addresses, strict=True):
-                small = value if self.dtype == torch.float32 else stochastic_bf16(value, address, first + chunk.start)
-                moment[chunk].copy_(small)
+            if self.dtype != torch.float32:
+                place_N = places_in_whole(part.box, tuple(parameter.shape), chunk.start, chunk.stop, local.device)
+                floats = [stochastic_bf16(value, address, place_N) for value, address in zip(floats, addresses, strict=True)]
+            for moment, value in zip(moments, floats, strict=True):
+                moment[chunk].copy_(value)
 
 
 def _chunks(count: int) -> Iterator[slice]:

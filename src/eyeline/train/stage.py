@@ -161,7 +161,7 @@ def begin_stage(process: Process, checkpoint: store.Checkpoint | None, state: St
         refuse_attention(plan, run, here)
         with complete(plan):
             arithmetic = flops.count(plan.model, plan.spec.image)
-        optimizers = make_optimizers(plan, stage.optimizer, run.seed)
+        optimizers = make_optimizers(plan, stage.optimizer, run.seed, process.mesh)
         if checkpoint and state.step > 0:
             with checkpoint.reading("optimizer") as stored:
                 elsewhere = plan.whole.keys() - plan.table.keys()

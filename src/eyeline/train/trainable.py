@@ -21,7 +21,7 @@ from eyeline.parallel.mesh import problems as mesh_problems
 from eyeline.parallel.mesh import schedule_problems
 from eyeline.parallel.slices import own_slices
 from eyeline.train.memory import Memory, activations_of, activations_of_slices, fewest_recomputed, memory_of
-from eyeline.train.optim import AdamW, Muon
+from eyeline.train.optim import AdamW
 from eyeline.train.run import COMPUTE, Adapted, Checkpointing, Full, Run, Stage
 from eyeline.train.slices import cuts_for
 
@@ -179,16 +179,18 @@ def axis_problems(run: Run) -> Iterator[str]:
                 f"stages.{stage.name}.gradient_checkpointing.memory_gb counts one micro-batch on one device, and with "
                 f"mesh.pp={run.mesh.pp} several are under way. Name the parts, or use every"
             )
-        cut = [axis for axis in axes if axis in ("tp", "ep")]
-        if cut and isinstance(stage.optimizer, Muon):
+    for stage in run.stages if run.mesh.vocab_parallel else ():
+        trained = stage.trains.get("language")
+        if run.model.add_tokens and isinstance(trained, Adapted) and not EMBEDDING & set(trained.modules_to_save):
             yield (
-                f"stages.{stage.name}.optimizer: Muon orthogonalises whole matrices, and mesh.{cut[0]}={getattr(run.mesh, cut[0])} cuts "
-                "them. Take adamw, or shard over dp_shard alone"
+                f"stages.{stage.name}: trains rows of new tokens (model.add_tokens) apart from the vocabulary, which mesh.vocab_parallel "
+                "shares out. Leave vocab_parallel out, or put embed_tokens in modules_to_save"
             )
-        if run.mesh.tp > 1 and isinstance(stage.optimizer, AdamW) and stage.optimizer.state_dtype == "bf16":
-            yield f"stages.{stage.name}.optimizer.state_dtype: bf16 with mesh.tp={run.mesh.tp} is not there yet. Leave one of them out"
-        if run.mesh.tp > 1 and any(lora.dora for lora in adapters_of(stage).values()):
-            yield f"stages.{stage.name}: DoRA scales whole rows of a weight, and mesh.tp={run.mesh.tp} cuts them. Leave one of them out"
+        if stage.distill is not None:
+            yield (
+                f"stages.{stage.name}.distill: a teacher's likeliest tokens are of the whole vocabulary, which mesh.vocab_parallel shares "
+                "out. Leave one of them out"
+            )
 
 
 def rank_problems(run: Run, world_size: int) -> Iterator[str]:
