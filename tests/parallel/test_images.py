@@ -27,6 +27,8 @@ def test_largest_image_goes_first_to_the_rank_with_least() -> None:
     assert encoders_of([[9, 8, 3, 2], []], LINEAR) == ((0, 1, 1, 0), ())
     assert encoders_of([[4, 4], [4, 4]], LINEAR) == ((0, 0), (1, 1)), "what is even stays where it is"
     assert encoders_of([[], []], LINEAR) == ((), ())
+    assert encoders_of([[9, 8, 3, 2]], LINEAR, 2) == ((0, 1, 1, 0),), "two ranks share the pack"
+    assert encoders_of([[9, 1, 1], [3]], LINEAR, 2) == ((0, 1, 3), (2,)), "of idle ranks, one that shows it"
 
 
 def test_cost_is_that_of_attention_too() -> None:
@@ -55,23 +57,29 @@ def test_no_rank_gets_more_patches_than_the_fullest_shows() -> None:
     assert even < 0.75 * moved
 
 
-def test_images_arrive_at_their_encoders_and_come_back_in_order() -> None:
-    """All ways together, without processes: rows are labelled (rank, row)."""
+@pytest.mark.parametrize("sharing", [1, 2])
+def test_images_arrive_at_their_encoders_and_come_back_in_order(sharing: int) -> None:
+    """All ways together, without processes: rows are labelled (pack, row)."""
     patches = [[4, 8, 4], [], [12, 4]]
-    encoders = ((1, 0, 2), (), (1, 2))
-    ways = [ways_of(patches, encoders, rank) for rank in range(3)]
-    shown = [[(rank, n) for n in range(sum(patches[rank]))] for rank in range(3)]
+    encoders = ((1, 0, 2), (), (1, 2)) if sharing == 1 else ((3, 0, 5), (), (1, 5))
+    ranks = range(3 * sharing)
+    ways = [ways_of(patches, encoders, rank, sharing) for rank in ranks]
+    shown = [[(rank // sharing, n) for n in range(sum(patches[rank // sharing]))] for rank in ranks]
 
     def exchange(sent: list[list[tuple[int, int]]], out: list[list[int]]) -> list[list[tuple[int, int]]]:
-        cut = [[rows[sum(to[:r]) : sum(to[: r + 1])] for r in range(3)] for rows, to in zip(sent, out, strict=True)]
-        return [[row for s in range(3) for row in cut[s][r]] for r in range(3)]
+        cut = [[rows[sum(to[:r]) : sum(to[: r + 1])] for r in ranks] for rows, to in zip(sent, out, strict=True)]
+        return [[row for s in ranks for row in cut[s][r]] for r in ranks]
 
-    sent = [[shown[r][n] for n in rows_of(way.order, way.own).tolist()] for r, way in enumerate(ways)]
+    sent = [[shown[r][n] for n in rows_of(way.sent, way.own).tolist()] for r, way in enumerate(ways)]
     encoded = exchange(sent, [way.patches_out for way in ways])
-    assert [len(rows) for rows in encoded] == [sum(way.encoded) for way in ways] == [8, 16, 8]
-    assert all(way.patches_in == [ways[s].patches_out[r] for s in range(3)] for r, way in enumerate(ways))
-    assert all(way.images_in == [ways[s].images_out[r] for s in range(3)] for r, way in enumerate(ways))
-    home = exchange(encoded, [way.patches_in for way in ways])
+    assert [len(rows) for rows in encoded] == [sum(way.encoded) for way in ways]
+    assert sum(map(len, encoded)) == sum(map(sum, patches)), "each image is encoded once"
+    assert all(way.patches_in == [ways[s].patches_out[r] for s in ranks] for r, way in enumerate(ways))
+    assert all(way.images_in == [ways[s].images_out[r] for s in ranks] for r, way in enumerate(ways))
+    packs = [rank // sharing for rank in ranks]
+    back = [[rows[n] for n in rows_of(packs, way.by_pack).tolist()] for rows, way in zip(encoded, ways, strict=True)]
+    home = exchange(back, [[way.by_pack[pack] for pack in packs] for way in ways])
+    assert all(way.tokens_in == [ways[s].by_pack[packs[r]] for s in ranks] for r, way in enumerate(ways))
     for rank, way in enumerate(ways):
         place = sorted(range(len(way.order)), key=way.order.__getitem__)
         rows = rows_of(place, [way.own[n] for n in way.order]).tolist()

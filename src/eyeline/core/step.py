@@ -20,9 +20,9 @@ class Slot:
     has_images: bool  # on some rank: the tower runs
     image_gradients: bool  # some rank has images in a pack with labels: gradients reach the tower and the projector
     costs: tuple[PackCost, ...]  # of each rank's pack, and of the images that it encodes
-    images: Images = ()  # patches of the images in each rank's batch
-    encoders: Images | None = None  # the rank that encodes each of these; None: the one that shows it
-    shown_costs: tuple[int, ...] = ()  # of the images in each rank's pack
+    images: Images = ()  # patches of the images in each rank's batch, or in each batch that several ranks share
+    encoders: Images | None = None  # the rank that encodes each of these; None: those that show it
+    shown_costs: tuple[int, ...] = ()  # of the images in each of these packs
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,19 +55,20 @@ def step_of(
     epoch: float | None,
     images: Sequence[Sequence[Sequence[int]]] = (),
     deals_by: Cost | None = None,
+    sharing: int = 1,
 ) -> Step:
     """The step of the rank that has `batches`, whose numbers among the packs of the step are `packs`. `counts[r][n]` are of the n-th
     batch of rank r, `costs[n][r]` of its pack, and `images[r][n]` the patches of its images, which are dealt over ranks by what they cost
-    where `deals_by` says it."""
+    where `deals_by` says it. Where ranks share packs, so many each, r is the number of such a group."""
     slots = []
     for n, (of_ranks, cost) in enumerate(zip(zip(*counts, strict=True), costs, strict=True)):
         shown, gradients = any(c.patches for c in of_ranks), any(c.patches and c.supervised for c in of_ranks)
         slot = Slot(sum(of_ranks, Counts.zero()), shown, gradients, tuple(cost), shown_costs=tuple(vision for _, vision in cost))
         if deals_by is not None:
             sizes = tuple(tuple(of_rank[n]) for of_rank in images)
-            encoders = encoders_of(sizes, deals_by)
-            vision = loads(sizes, encoders, deals_by)
-            dealt = tuple((language, load) for (language, _), load in zip(cost, vision, strict=True))
+            encoders = encoders_of(sizes, deals_by, sharing)
+            vision = loads(sizes, encoders, deals_by, sharing)
+            dealt = tuple((cost[rank // sharing][0], load) for rank, load in enumerate(vision))
             slot = replace(slot, costs=dealt, images=sizes, encoders=encoders)
         slots.append(slot)
     known = [

@@ -221,7 +221,8 @@ def fetched_steps(
             deals_by = reader.cost if balance_images else None
             if thread:
                 thread.start()  # until the next step is asked for, the reader is its own
-            yield step_of(batches, [slot[reader.world.rank] for slot in dealt], counts, costs, state, step.epoch, images, deals_by)
+            packs, sharing = [slot[reader.world.rank] for slot in dealt], reader.group.size
+            yield step_of(batches, packs, counts, costs, state, step.epoch, images, deals_by, sharing)
 
 
 def batches_of_steps(
