@@ -665,8 +665,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "data/loader.py",
-            "step_of(batches, [slot[reader.world.rank] for slot in dealt],",
-            "step_of(batches, range(len(dealt)),",
+            "packs, sharing = [slot[reader.world.rank] for slot in dealt],",
+            "packs, sharing = range(len(dealt)),",
             "data/test_promises.py::test_processes_that_wait_for_one_another_have_as_many_steps",
         ),
         (
@@ -703,8 +703,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "bundle/fill.py",
-            "if update is not None and not keep_adapters:",
-            "if False:",
+            "None if keep_adapters else updates.get(name)",
+            "None",
             "train/test_trainable.py::test_stage_border_merges_adapters_that_do_not_continue",
         ),
         (
@@ -752,8 +752,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ("models/lora.py", "self.rank**0.5 if self.rslora", "self.rank if self.rslora", "models/test_lora.py::test_equals_peft"),
         (
             "models/lora.py",
-            "lengths_of(merge(self.weight, self.lora_A",
-            "lengths_of(merge(self.weight, 0 * self.lora_A",
+            "self.lengths(merge(self.weight, self.lora_A",
+            "self.lengths(merge(self.weight, 0 * self.lora_A",
             "models/test_lora.py::test_equals_peft",
         ),
         (
@@ -799,10 +799,16 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "train/test_small_adamw.py::test_stopped_run_resumes_to_the_same_bits",
         ),
         (
-            "train/small_adamw.py",
-            "first + chunk.start)",
-            "chunk.start)",
+            "core/shards.py",
+            "place_N + math.prod(shape[1:]) *",
+            "place_N + 0 *",
             "train/test_small_adamw.py::test_sharded_parameters_take_the_step_of_one_device",
+        ),
+        (
+            "core/shards.py",
+            "(rest_N % length + first) * stride",
+            "(rest_N % length) * stride",
+            "parallel/test_axis_optimizers.py::test_cut_parameters_take_the_step_of_one_device[fsdp x tp x ep]",
         ),
         (
             "kernels/cross_entropy.py",
@@ -1296,6 +1302,24 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "parallel/test_axes.py::test_an_axis_of_two_updates_as_one_process[text-cp]",
         ),
         (
+            "parallel/images.py",
+            "return encoder if encoder // sharing == of else of * sharing + encoder % sharing",
+            "return of * sharing",
+            "parallel/test_images.py::test_images_arrive_at_their_encoders_and_come_back_in_order[2]",
+        ),
+        (
+            "parallel/vocabulary.py",
+            "(of_ranks[:, 0] - top_R).exp()",
+            "1",
+            "parallel/test_axes.py::test_axes_together_update_as_one_process[tp, vocabulary]",
+        ),
+        (
+            "parallel/vocabulary.py",
+            "p_Rv.scatter_add_(1, at_R1, -here_R[:, None].to(p_Rv.dtype))",
+            "p_Rv.scatter_add_(1, at_R1, -wanted_R[:, None].to(p_Rv.dtype))",
+            "parallel/test_axes.py::test_axes_together_update_as_one_process[tp, vocabulary]",
+        ),
+        (
             "train/loop.py",
             "        counted = flops.NONE\n",
             "        pass\n",
@@ -1391,9 +1415,15 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "parallel/muon.py",
-            "-(-rows // ranks)",
-            "rows // ranks",
+            "for _, boxes in wholes]",
+            "for _, boxes in wholes[::-1]]",
             "parallel/test_muon.py::test_sharded_matrices_take_the_step_of_one_device",
+        ),
+        (
+            "parallel/tensor.py",
+            "length_O.square(), self.ranks).sqrt()",
+            "length_O, self.ranks)",
+            "parallel/test_axes.py::test_axes_together_update_as_one_process[tp DoRA]",
         ),
         (
             "checkpoint/pieces.py",
@@ -1453,8 +1483,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "parallel/images.py",
-            "exchanged(gradients[0], arriving, out, group)",
-            "exchanged(gradients[0] * 0, arriving, out, group)",
+            "exchange_rows(tokens_MD, [",
+            "exchange_rows(tokens_MD.detach(), [",
             "parallel/test_sharded_update.py::test_ranks_update_as_one[llava-images dealt]",
         ),
         (

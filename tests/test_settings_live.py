@@ -655,6 +655,7 @@ CASES: dict[str, Case] = {
     **{f"mesh.{axis}": turned(f"mesh.{axis}=3", see=refusal) for axis in ("cp", "pp")},
     "mesh.pp_slices_per_rank": turned("mesh.pp_slices_per_rank=2", see=refusal),
     "mesh.reshard_after_forward": turned("mesh.reshard_after_forward=never", see=mesh),
+    "mesh.vocab_parallel": turned("mesh.vocab_parallel=true", see=refusal),
     "mesh.balance_images": turned("mesh.balance_images=true", see=mesh),
     "mesh.sync_each_batch": turned("mesh.sync_each_batch=false", see=mesh),
     "mesh.timeout_minutes": turned("mesh.timeout_minutes=1", see=patience),

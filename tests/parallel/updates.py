@@ -41,6 +41,14 @@ FAMILIES = {
     "qwen3_5_vl-moe": BY_NAME["qwen3_5_vl", "experts"],
     "text": BY_NAME["text", "qwen3 tied"],
 }
+
+
+def with_vocabulary(case: Case, rows: int) -> Case:
+    """The case with a vocabulary that ranks can share out."""
+    return replace(case, config=case.config.model_copy(update={"language": case.config.language.model_copy(update={"vocab_size": rows})}))
+
+
+EVEN = {name: with_vocabulary(FAMILIES[name], 56) for name in ("llava", "qwen3_vl", "qwen3_vl-moe", "qwen3_5_vl")}
 TOKENS = 64
 PATCHES = Cost(token=1, pair=0, label=0, patch=10, patch_pair=1)
 Pack = tuple[Document, ...]
@@ -89,13 +97,14 @@ def tight(packs: Sequence[Pack]) -> int:
     return -(-max(sum(len(d.tokens_T) for d in pack) for pack in packs) // 4) * 4
 
 
-def step_for(packs: Sequence[Pack], rank: int, ranks: int, deals_by: Cost | None = None, tokens: int = TOKENS) -> Step:
-    """The step of a rank: packs are dealt in turn, and the last slot has empty ones. `deals_by`: images are dealt."""
+def step_for(packs: Sequence[Pack], rank: int, ranks: int, deals_by: Cost | None = None, tokens: int = TOKENS, sharing: int = 1) -> Step:
+    """The step of a rank: packs are dealt in turn, and the last slot has empty ones. `deals_by`: images are dealt. Where ranks share packs,
+    so many each, `rank` and `ranks` are of such groups."""
     slots = [[*packs[n : n + ranks], *[()] * ranks][:ranks] for n in range(0, len(packs), ranks)]
     batches = [[batch_of(slot[r], Budget(tokens, 1000)) for slot in slots] for r in range(ranks)]
     counts, costs = [[one.counts for one in of_rank] for of_rank in batches], [[(0, 0)] * ranks] * len(slots)
     images = [[one.cu_N1.diff().tolist() for one in of_rank] for of_rank in batches]
-    return step_of(batches[rank], [n * ranks + rank for n in range(len(slots))], counts, costs, {}, None, images, deals_by)
+    return step_of(batches[rank], [n * ranks + rank for n in range(len(slots))], counts, costs, {}, None, images, deals_by, sharing)
 
 
 class Descent(torch.optim.SGD):
@@ -178,6 +187,7 @@ def train(case: Case, setup: Setup, world: World = ALONE) -> Trained:
                 world.size // sizes.same_packs,
                 PATCHES if mesh is not None and mesh.sizes.balance_images else None,
                 tight(packs) if sizes.per_pack > 1 else TOKENS,
+                sizes.per_pack,
             ),
             ranks,
             max_grad_norm=setup.max_grad_norm,

@@ -206,6 +206,7 @@ class Batch:
     draws_P2: Tensor | None = None  # int32: of each patch
     top_LK: Tensor | None = None  # int64: a teacher's likeliest tokens at each labelled row; None: no document of the batch has some
     logp_LK: Tensor | None = None  # float32: their log probabilities; -inf where there is none
+    label_counts: tuple[int, ...] | None = None  # labelled rows of each rank that shares the vocabulary; None: none does
     ahead: "Batch | None" = field(default=None, repr=False)  # on the device, as much of it as was copied there before its turn
 
     def with_draws(self, seed: int, step: int) -> "Batch":

@@ -57,7 +57,7 @@ def _chunks(x_LD: Tensor, labels_L: Tensor, chunk: int) -> list[tuple[Tensor, Te
     return list(zip(x_LD.split(chunk), labels_L.split(chunk), strict=True)) if len(x_LD) else []
 
 
-def _logits(x_RD: Tensor, weight_VD: Tensor) -> Tensor:
+def logits_of(x_RD: Tensor, weight_VD: Tensor) -> Tensor:
     """In float32, summed in it on a GPU; on a CPU as products are there."""
     return float32.product(x_RD, weight_VD.T) if on_gpu(x_RD) else (x_RD @ weight_VD.T).float()
 
@@ -83,9 +83,9 @@ class _Chunked(torch.autograd.Function):
         start = 0
         for x_RD, labels_R in _chunks(x_LD, labels_L, chunk):
             rows = slice(start, start := start + len(x_RD))
-            logits_RV = _logits(x_RD, cast_VD)
+            logits_RV = logits_of(x_RD, cast_VD)
             if cast_ND is not None:
-                logits_RV[:, apart] = _logits(x_RD, cast_ND)
+                logits_RV[:, apart] = logits_of(x_RD, cast_ND)
             logp_RV = F.log_softmax(logits_RV, -1)
             loss += F.nll_loss(logp_RV, labels_R, ignore_index=IGNORE, reduction="sum")
             if on_gpu(logp_RV):

@@ -157,7 +157,15 @@ class HeadLoss(ReplaceableModule):
 
     kind = "loss"
 
-    def forward(self, x_LD: Tensor, weight_VD: Tensor, labels_L: Tensor, rows_ND: Tensor | None = None, first: int = 0) -> Tensor:
+    def forward(
+        self,
+        x_LD: Tensor,
+        weight_VD: Tensor,
+        labels_L: Tensor,
+        rows_ND: Tensor | None = None,
+        first: int = 0,
+        counts: tuple[int, ...] | None = None,  # noqa: ARG002 (for ranks that share the vocabulary)
+    ) -> Tensor:
         return summed_cross_entropy(x_LD, weight_VD, labels_L, rows_ND=rows_ND, first=first)
 
     def distilled(self, x_LD: Tensor, weight_VD: Tensor, labels_L: Tensor, teacher: Teacher) -> Losses:
@@ -180,14 +188,21 @@ class Head(nn.Module):
     def traits(self) -> dict[str, Traits]:
         return {"weight": Traits(VOCABULARY), "new_rows": Traits(decays=False, role="adapter")}
 
-    def forward(self, x_TD: Tensor, rows_L: Tensor, labels_L: Tensor | None, teacher: Teacher | None = None) -> Tensor | Losses:
+    def forward(
+        self,
+        x_TD: Tensor,
+        rows_L: Tensor,
+        labels_L: Tensor | None,
+        teacher: Teacher | None = None,
+        counts: tuple[int, ...] | None = None,
+    ) -> Tensor | Losses:
         """With labels: their summed cross-entropy; with a teacher, also what that adds. Without: logits_LV in float32. Only the rows asked
-        for are touched."""
+        for are touched. `counts` as in `Batch.label_counts`."""
         x_LD = x_TD.index_select(0, rows_L)
         if labels_L is not None and teacher is not None:
             return self.loss.distilled(x_LD, self._whole_weight(), labels_L, teacher)
         if labels_L is not None:
-            return self.loss(x_LD, self.weight, labels_L, self.new_rows, self.first)
+            return self.loss(x_LD, self.weight, labels_L, self.new_rows, self.first, counts)
         logits_LV = F.linear(x_LD, self.weight.to(x_LD.dtype)).float()
         if self.new_rows is None:
             return logits_LV
@@ -293,7 +308,7 @@ class Decoder(nn.Module):
     def leave(self, x_TD: Tensor, batch: Batch, routed: Sequence[Routed]) -> Output:
         """The loss or the logits, and where the tokens of all MoE layers went."""
         teacher = self._teacher(batch)
-        out = self.head(self.norm(x_TD), batch.rows_L, batch.labels_L, teacher)
+        out = self.head(self.norm(x_TD), batch.rows_L, batch.labels_L, teacher, batch.label_counts)
         out, divergence = (out, None) if teacher is None else out
         return Output(out, self.agree(load_of(routed)) if routed and batch.labels_L is not None else None, divergence)
 

@@ -11,12 +11,12 @@ from eyeline.core.errors import Refused
 from eyeline.core.plan import LanguageSizes, Plan
 from eyeline.core.settings import Positive, PositiveFloat, Settings
 from eyeline.core.world import World
-from eyeline.parallel.images import ImageExchange
 
 if TYPE_CHECKING:  # importing it takes a while, and a single process has no mesh
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from eyeline.parallel.images import ImageExchange
     from eyeline.parallel.pipeline import Pipeline
 
 Reshard = Literal["always", "never", "node"]
@@ -34,6 +34,7 @@ class MeshSizes(Settings):
     ep: Positive = 1  # expert parallelism
     # when gathered parameters are freed: after each forward pass, only after the backward pass, or kept within a node ("node")
     reshard_after_forward: Reshard = "always"
+    vocab_parallel: bool = False  # embedding and head are cut over tp as well
     balance_images: bool = False  # images are dealt over all ranks before the vision tower, and their visual tokens sent back
     # gradients are summed over ranks after each micro-batch, so that a rank holds its part of them; else after the last one of a step
     sync_each_batch: bool = True
@@ -73,11 +74,14 @@ def problems(sizes: MeshSizes, world: int | None, packs_per_step: int | None = N
     """Everything about the mesh that does not fit a number of ranks, with the arithmetic; of no number, what fits none."""
     if sizes.pp == 1 and sizes.pp_slices_per_rank > 1:
         yield f"mesh.pp_slices_per_rank={sizes.pp_slices_per_rank} is of pipeline parallelism, and mesh.pp is 1. Set pp, or leave it out"
-    axes = [axis for axis in ("pp", "cp", "tp", "ep") if getattr(sizes, axis) > 1]
-    if axes and not sizes.sync_each_batch:
-        yield f"mesh.sync_each_batch=false with mesh.{axes[0]}: gradients are then summed after each micro-batch. Leave one of them out"
-    if sizes.same_packs > 1 and sizes.balance_images:
-        yield f"mesh.balance_images deals images over ranks with packs of their own, and mesh.{axes[0]} shares packs. Leave one of them out"
+    if sizes.pp > 1 and not sizes.sync_each_batch:
+        yield f"mesh.sync_each_batch=false with mesh.pp={sizes.pp}: gradients are summed once per step there in any case. Leave it out"
+    if sizes.pp > 1 and sizes.balance_images:
+        yield "mesh.balance_images deals images over all ranks, and with mesh.pp the first slice has the tower. Leave one of them out"
+    if sizes.pp > 1 and sizes.vocab_parallel:
+        yield f"mesh.vocab_parallel with mesh.pp={sizes.pp} is not there yet: first and last slice have the vocabulary. Leave it out"
+    if sizes.vocab_parallel and sizes.tp == 1:
+        yield "mesh.vocab_parallel=true: tensor parallelism shares out the vocabulary, and mesh.tp=1. Set mesh.tp, or leave it out"
     if sizes.dp_shard == 0:
         yield "mesh.dp_shard=0: wanted a number of ranks, or -1 for all that are left"
     elif world is not None:
@@ -164,6 +168,11 @@ def model_problems(sizes: MeshSizes, plan: Plan[Any], max_tokens: int | None = N
     }
     for width in sorted(width for width in widths if width % sizes.tp):
         yield f"mesh.tp={sizes.tp} does not divide the feed-forward width {width}. Choose tp from its divisors"
+    if sizes.vocab_parallel and plan.spec.vocab_size % sizes.tp:
+        yield (
+            f"mesh.vocab_parallel=true: tp={sizes.tp} does not divide the {plan.spec.vocab_size} rows of the vocabulary. Leave it out: "
+            "each rank then has embedding and head whole while it computes"
+        )
     if sizes.cp > 1:
         yield from _cp_problems(sizes, language)
     if sizes.pp > 1:
@@ -231,7 +240,7 @@ class Mesh:
     split: "DeviceMesh | None" = None  # what parameters that tp cuts are sharded over, each rank's piece
     experts: "DeviceMesh | None" = None  # what experts are sharded over; those of other ranks of `ep` are not here at all
     ep: "DeviceMesh | None" = None
-    images: ImageExchange | None = None  # where ranks share out images
+    images: "ImageExchange | None" = None  # where ranks share out images
     pipeline: "Pipeline | None" = None  # the ranks that have the slices of one model
 
     @property
@@ -257,13 +266,15 @@ def mesh_of(sizes: MeshSizes, world: World, device: str, packs_per_step: int | N
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+    from eyeline.parallel.images import ImageExchange
+
     shard = sizes.sharded_over(world.size)
     reshard = {"always": True, "never": False, "node": world.local_size}[sizes.reshard_after_forward]
     if sizes.reshard_after_forward == "node" and (shard % world.local_size or world.local_size in (1, shard)):
         reshard = True  # one rank per node, or one node in all: keeping gathered parameters within a node would change nothing
     everyone = dist.group.WORLD
     assert everyone is not None
-    images = ImageExchange(everyone) if sizes.balance_images else None
+    images = ImageExchange(everyone, sizes.per_pack) if sizes.balance_images else None
     if sizes.per_pack == 1 and sizes.ep == 1 and sizes.pp == 1:
         both = init_device_mesh(device, (sizes.dp_replicate, shard), mesh_dim_names=AXES[:2])
         return Mesh(sizes, both if sizes.dp_replicate > 1 else both["dp_shard"], everyone, everyone, reshard, images=images)

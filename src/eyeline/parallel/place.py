@@ -15,11 +15,14 @@ def share_out(plan: Plan[Any], mesh: Mesh) -> None:
     from eyeline.parallel.experts import spread_experts
     from eyeline.parallel.shard import shard
     from eyeline.parallel.tensor import cut_branches
+    from eyeline.parallel.vocabulary import share_vocabulary
 
     if mesh.sizes.cp > 1:
         share_heads(plan, mesh)
     if mesh.sizes.tp > 1:
         cut_branches(plan, mesh)
+    if mesh.sizes.vocab_parallel:
+        share_vocabulary(plan, mesh)
     if mesh.sizes.ep > 1:
         spread_experts(plan, mesh)
     shard(plan, mesh)

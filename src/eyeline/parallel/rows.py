@@ -39,8 +39,15 @@ def rows_of(batch: Batch, sizes: MeshSizes, cp_rank: int, tp_rank: int) -> Batch
         sources_M=batch.sources_M[visual],
         top_LK=None if batch.top_LK is None else batch.top_LK[wanted],
         logp_LK=None if batch.logp_LK is None else batch.logp_LK[wanted],
+        label_counts=_label_counts(batch, cp_rank * wide, rows, sizes.tp) if sizes.vocab_parallel else None,
         ahead=None,
     )
+
+
+def _label_counts(batch: Batch, start: int, rows: int, ranks: int) -> tuple[int, ...]:
+    """The labelled rows of each of some ranks, which have so many rows each, from `start` on."""
+    bounds = torch.arange(start, start + rows * (ranks + 1), rows)
+    return tuple(((batch.rows_L >= bounds[:-1, None]) & (batch.rows_L < bounds[1:, None])).sum(1).tolist())
 
 
 def padded(batch: Batch, tokens: int) -> Batch:

@@ -18,6 +18,7 @@ from eyeline.core.plan import Plan, tensor_of
 from eyeline.core.shards import held
 from eyeline.parallel.experts import experts_of
 from eyeline.parallel.mesh import Mesh
+from eyeline.parallel.vocabulary import EMBED, HEAD
 
 
 def shard(plan: Plan[Any], mesh: Mesh) -> None:
@@ -31,8 +32,10 @@ def shard(plan: Plan[Any], mesh: Mesh) -> None:
     for name, over in apart(plan, mesh).items():
         fully_shard(model.get_submodule(name), mesh=over, shard_placement_fn=across(plan, name, over), **how)
     cut = {model.get_submodule(name) for name in plan.blocks["language"]} if mesh.sizes.tp > 1 else set()
+    if mesh.sizes.vocab_parallel:
+        cut |= {model.get_submodule(name) for name in (EMBED, HEAD)}
     for modules in units(plan):
-        over = mesh.split if modules[0] in cut else mesh.shard
+        over = mesh.split if not cut.isdisjoint(modules) else mesh.shard
         fully_shard(modules if len(modules) > 1 else modules[0], mesh=over, **how)  # type: ignore[arg-type]  # both are taken
     for module in model.modules():
         if isinstance(module, FSDPModule):
