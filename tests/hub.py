@@ -33,7 +33,9 @@ PIXELS = {
 }  # fmt: skip
 
 
-def save_qwen_vl(kind: str, template: str, text: dict[str, Any], vision: dict[str, Any]) -> Callable[[Path], Path]:
+def save_qwen_vl(
+    kind: str, template: str, text: dict[str, Any], vision: dict[str, Any], tied: bool | None = None
+) -> Callable[[Path], Path]:
     """A folder of `Qwen3VL...` or `Qwen3_5...ForConditionalGeneration`, in bfloat16 as published."""
 
     def save(folder: Path) -> Path:
@@ -41,9 +43,11 @@ def save_qwen_vl(kind: str, template: str, text: dict[str, Any], vision: dict[st
         names = {"image_token_id": "image_pad", "video_token_id": "video_pad"}
         names |= {"vision_start_token_id": "vision_start", "vision_end_token_id": "vision_end"}
         ids = {name: made.convert_tokens_to_ids(f"<|{token}|>") for name, token in names.items()}
-        tied = "num_experts" not in text
         config = getattr(transformers, f"{kind}Config")(
-            text_config=TEXT | {"vocab_size": 384} | text, vision_config=VISION | vision, tie_word_embeddings=tied, **ids
+            text_config=TEXT | {"vocab_size": 384} | text,
+            vision_config=VISION | vision,
+            tie_word_embeddings="num_experts" not in text if tied is None else tied,
+            **ids,
         )
         model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
         randomise(model, 3)
@@ -93,6 +97,7 @@ HUB: dict[str, Callable[[Path], Path]] = {
     "Qwen/Qwen3-1.7B": save_text("Qwen3", "qwen3-thinking", head_dim=16),
     "HuggingFaceTB/SmolLM2-360M-Instruct": save_text("Llama", "smollm2", whole=False),
     "Qwen/Qwen3-VL-2B-Instruct": save_qwen_vl("Qwen3VL", "qwen3", QWEN3, {"deepstack_visual_indexes": [0, 2]}),
+    "Qwen/Qwen3-VL-8B-Instruct": save_qwen_vl("Qwen3VL", "qwen3", QWEN3, {"deepstack_visual_indexes": [0, 2]}, tied=False),
     "Qwen/Qwen3-VL-30B-A3B-Instruct": save_qwen_vl("Qwen3VLMoe", "qwen3", QWEN3 | EXPERTS, {"deepstack_visual_indexes": [0, 2]}),
     "Qwen/Qwen3.5-2B": save_qwen_vl("Qwen3_5", "qwen3.5", QWEN3_5, {}),
     "Qwen/Qwen3.5-35B-A3B": save_qwen_vl("Qwen3_5Moe", "qwen3.5-thinking", QWEN3_5 | EXPERTS | SHARED, {}),

@@ -6,8 +6,11 @@ tomorrow is found by itself. The checkpoints are transformers' own, every tensor
 
 import io
 import json
+import os
 import shlex
+import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -28,10 +31,13 @@ from eyeline.core.files import read_lines, read_object
 from eyeline.core.plan import PARTS, part_of
 from eyeline.models import Model, llava, spec
 from eyeline.recipes.read import read_recipe, shipped_recipes
+from eyeline.train import loop
 from eyeline.train.run import Adapted, Full, Run
+from tests import ranks as ranks_of_tests
 from tests.bundle.tiny import asked, our_logits
 from tests.command import Command, Done
 from tests.distill.scripted import scripted
+from tests.forked import run_command
 from tests.hub import HUB, resize, write_mine
 from tests.llava_pretrain import write_llava_pretrain
 from tests.models.cases.llava import inputs_of as llava_inputs
@@ -83,7 +89,8 @@ def ways(recipe: str) -> list[list[list[str]]]:
     return [commands[a:b] for a, b in zip(starts, [*starts[1:], len(commands)], strict=True)]
 
 
-CASES = [(recipe, n) for recipe in shipped_recipes() for n in range(len(ways(recipe)))]
+SEVERAL_RANKS = ("qwen3-vl-8b-fsdp", "qwen3-vl-30b-a3b-ep", "qwen3.5-35b-a3b-3d")
+CASES = [(recipe, n) for recipe in shipped_recipes() if recipe not in SEVERAL_RANKS for n in range(len(ways(recipe)))]
 
 
 def shortened(run: Run) -> list[str]:
@@ -158,10 +165,68 @@ def test_from_import_to_export(recipe: str, way: int, eyeline: Command, tmp_path
         saved = read_object(tmp_path / "apart" / "adapter" / "adapter_config.json")["modules_to_save"]
         assert bool(saved) is any(isinstance(stage.trains.get("projector"), Full) for stage in run.stages)
 
+    exported_alike(folder, tmp_path)
+
+
+# the ranks that train, stop and resume, with the mesh of each
+MESHES = {
+    "qwen3-vl-8b-fsdp": (2, "mesh.dp_shard=-1", 1, "mesh.dp_shard=-1"),
+    "qwen3-vl-30b-a3b-ep": (2, "mesh.ep=2", 2, "mesh={ep: 1}"),
+    "qwen3.5-35b-a3b-3d": (4, "mesh.ep=2", 2, "mesh={dp_shard: 2}"),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("recipe", [pytest.param(name, marks=() if "3d" in name else pytest.mark.slow) for name in SEVERAL_RANKS])
+def test_a_recipe_of_several_ranks_from_import_to_export(recipe: str, eyeline: Command, tmp_path: Path) -> None:
+    """The mesh of the recipe, with axes as long as a tiny model has heads and experts; it resumes on another mesh."""
+    [[imported, checked, *_]] = ways(recipe)
+    HUB[imported[3]](tmp_path / imported[3])
+    passed(eyeline(*imported))
+    resize(tmp_path / imported[1] / "preprocessor_config.json")
+    ranks, mesh, fewer, other = MESHES[recipe]
+    short = [line for line in shortened(read_recipe(recipe)) if "batch=" not in line]
+    short += [mesh, "save_minutes=null", "stages.tune.batch={max_tokens: 320, max_patches: 400, packs_per_step: 4}"]
+    run = read_recipe(recipe, short)
+    assert "no problems" in passed(eyeline(*checked[:2], *short, "--world-size", str(ranks))).out
+    assert trained_on(ranks, recipe, short, tmp_path, stop=3) == [75] * ranks
+    assert trained_on(fewer, recipe, [*short, other], tmp_path) == [0] * fewer
+    folder = tmp_path / "runs" / run.name
+    learned(folder, run)
+    assert [line["world_size"] for line in read_lines(folder / "metrics.jsonl") if line["kind"] == "start"] == [ranks, fewer]
+    assert run.model.path is not None
+    changed(loaded(tmp_path / run.model.path), loaded(folder), run)
+    passed(eyeline("export", f"runs/{run.name}", "exported"))
+    exported_alike(folder, tmp_path)
+
+
+def trained_on(count: int, recipe: str, overrides: list[str], folder: Path, stop: int | None = None) -> list[int]:
+    """The exit codes of `eyeline train` on so many ranks; after step `stop` a signal reaches the first."""
+
+    def work() -> None:
+        os.chdir(folder)
+        update, done = loop.update, [0]
+
+        def counted(*args: Any, **how: Any) -> Any:
+            report = update(*args, **how)
+            done[0] += 1
+            if done[0] == stop and os.environ["RANK"] == "0":
+                os.kill(os.getpid(), signal.SIGTERM)
+            return report
+
+        loop.update = counted
+        run_command("train", recipe, *overrides)
+
+    return ranks_of_tests.wait(ranks_of_tests.start(count, work, folder / f"store-{count}-{stop}"))
+
+
+def exported_alike(folder: Path, out: Path) -> None:
+    """The export in transformers gives our answers."""
     bundle, model = loaded(folder)
-    document = asked(bundle, spec(bundle.config).image, tmp_path, size=24)
+    document = asked(bundle, spec(bundle.config).image, out, size=24)
     assert len(document.images) >= 2
-    ours, theirs = our_logits(model, document), their_logits(tmp_path / "exported", bundle, document)
+    ours, theirs = our_logits(model, document), their_logits(out / "exported", bundle, document)
     moved = our_logits(last_bits_moved(model), document)  # a tiny model after steps of this size may be badly conditioned
     tolerance = max(5e-5 * theirs.abs().max(), 2 * (ours - moved).abs().max())
     assert (ours - theirs).abs().max() < tolerance

@@ -4,7 +4,6 @@ Models are of their published sizes, on the meta device.
 """
 
 import json
-import math
 import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -26,15 +25,18 @@ from eyeline.core.plan import Plan
 from eyeline.core.shards import held
 from eyeline.core.world import World
 from eyeline.models.shape import shape
+from eyeline.parallel import experts as experts_of_ranks
 from eyeline.parallel.mesh import Mesh, MeshSizes, mesh_of
-from eyeline.parallel.place import place
+from eyeline.parallel.place import place, share_out
 from eyeline.parallel.ranks import ranks_of
+from eyeline.parallel.rows import rows_of
 from eyeline.parallel.shard import shard
 from eyeline.parallel.slices import own_slices
 from eyeline.study.roofline.sizes import config_of
 from eyeline.train.step import add_gradients
 from tests.forked import Forked
-from tests.parallel.updates import FAMILIES, packs_of, step_for
+from tests.parallel.by_hand import Collective, Layout, passed_by_hand, rows_by_hand, sharded_by_hand, total
+from tests.parallel.updates import EVEN, FAMILIES, packs_of, step_for, tight
 
 T = TypeVar("T")
 ALL = MeshSizes()  # sharded over all ranks
@@ -59,12 +61,6 @@ def sharded(size: str, mesh: Mesh) -> Plan[Any]:
     plan = shape(config_of(size))
     shard(plan, mesh)
     return plan
-
-
-def rows_by_hand(rows: int, ranks: int, rank: int) -> int:
-    """Pieces of ⌈rows / ranks⌉ rows; the last ones may be shorter, or empty."""
-    most = -(-rows // ranks)
-    return max(0, min(most, rows - rank * most))
 
 
 def header_bytes(tensors: Mapping[str, tuple[tuple[int, ...], int]], offsets: Mapping[str, list[int]]) -> int:
@@ -118,28 +114,38 @@ def test_a_save_of_two_billion_parameters_on_four_ranks_has_the_bytes_counted_by
     assert all(covers(table[name].shape, boxes[name]) for name in table)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "sizes", "shards"),
-    [(64, MeshSizes(), 64), (256, MeshSizes(), 256), (256, MeshSizes(dp_replicate=32), 8)],
-    ids=["64", "256", "256, hsdp of 8"],
-)
+LAYOUTS = {
+    "8b fsdp": ("qwen3-vl-8b", 64, MeshSizes()),
+    "8b hsdp": ("qwen3-vl-8b", 256, MeshSizes(dp_replicate=32)),
+    "8b hsdp x tp": ("qwen3-vl-8b", 512, MeshSizes(dp_replicate=8, tp=4, vocab_parallel=True)),
+    "30b ep": ("qwen3-vl-30b-a3b", 128, MeshSizes(ep=8)),
+    "30b tp x ep": ("qwen3-vl-30b-a3b", 1024, MeshSizes(tp=4, ep=64)),
+    "35b cp x tp x ep": ("qwen3.5-35b-a3b", 1024, MeshSizes(cp=2, tp=2, ep=128)),
+}
+SEVERAL = [pytest.param(how, marks=pytest.mark.slow if LAYOUTS[how][1] > 512 else ()) for how in LAYOUTS]
+
+
+@pytest.mark.parametrize("how", SEVERAL)
 @pytest.mark.parametrize("rank", [0, -1], ids=["first", "last"])
-def test_what_a_rank_holds_of_eight_billion_parameters(ranks: int, sizes: MeshSizes, shards: int, rank: int) -> None:
-    """Every tensor, by hand: ⌈rows ÷ ranks of a copy⌉ rows of a matrix, and what is exact whole."""
-    at = rank % ranks
+def test_what_a_rank_holds_of_a_published_model(how: str, rank: int) -> None:
+    """Every tensor, by hand (`by_hand.py`)."""
+    size, ranks, sizes = LAYOUTS[how]
 
     def held_by(mesh: Mesh) -> Any:
-        plan = sharded("qwen3-vl-8b", mesh)
-        return {name: (held(x).local.numel(), x.numel(), entry) for name, x, entry in plan.tensors()}
+        plan = shape(config_of(size))
+        share_out(plan, mesh)
+        layout = Layout(plan, sizes, ranks)
+        return [
+            (name, held(x).local.numel(), layout.held(name, entry, rank % ranks), x.numel(), entry) for name, x, entry in plan.tensors()
+        ]
 
-    found = as_rank(at, ranks, held_by, sizes)
-    for name, (got, numbers, entry) in found.items():
-        rows = entry.shape[0]
-        mine = rows if entry.exact else rows_by_hand(rows, shards, at % shards)
-        assert got == numbers // rows * mine, name
-    whole = sum(numbers for _, numbers, entry in found.values() if entry.exact)
-    assert whole < 4e6
-    assert sum(got for got, *_ in found.values()) < 8.8e9 / shards * 1.05 + whole
+    found = as_rank(rank % ranks, ranks, held_by, sizes)
+    for name, got, wanted, _, _ in found:
+        assert got == wanted, name
+    whole = sum(numbers for _, _, _, numbers, entry in found if entry.exact)
+    shards = ranks // sizes.dp_replicate
+    assert whole < 27e6
+    assert sum(got for _, got, *_ in found) < sum(numbers for _, _, _, numbers, _ in found) / shards * 1.05 + whole
 
 
 def held_of_slices(mesh: Mesh) -> dict[str, tuple[int, bool]]:
@@ -170,73 +176,111 @@ def test_what_a_rank_holds_of_a_slice_of_eight_billion_parameters(at: int) -> No
 
 
 class Collectives(TorchDispatchMode):
-    """Counts collectives by kind and by the bytes of the whole that is gathered or shared out."""
+    """Counts collectives by axis, kind, and the bytes of the whole that is gathered, shared out, summed or exchanged."""
 
-    def __init__(self) -> None:
+    def __init__(self, mesh: Mesh) -> None:
         super().__init__()
-        self.seen: Counter[tuple[str, int]] = Counter()
+        self.seen: Counter[Collective] = Counter()
+        self.everyone = mesh.everyone.group_name
+        every = {"dp": mesh.shard.get_group(mesh.shard.ndim - 1)}
+        for axis, of in (("dp", mesh.split), ("dp", mesh.experts), ("ep", mesh.ep)):
+            if of is not None:
+                every[f"{axis} {id(of)}"] = of.get_group(of.ndim - 1)
+        if mesh.sizes.dp_replicate > 1:
+            every["dp_replicate"] = mesh.shard.get_group(0)
+        for axis in ("tp", "cp") if mesh.axes is not None else ():
+            every[axis] = mesh.axes[axis].get_group()
+        self.axes = {group.group_name: axis.partition(" ")[0] for axis, group in every.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            kind = next(name for name in ("gather", "scatter", "reduce", "") if name in str(func))
-            self.seen[kind, max(x.nbytes for x in tree_leaves(args) if isinstance(x, Tensor))] += 1
+            kind = next(name for name in ("gather", "scatter", "alltoall", "reduce") if name in str(func)).replace("alltoall", "all_to_all")
+            groups = [x for x in tree_leaves(args) if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())]
+            name = dist.ProcessGroup.unbox(groups[0]).group_name
+            size = max(x.nbytes for x in tree_leaves(args) if isinstance(x, Tensor))
+            axis = self.axes.get(name, "same piece")
+            if name == self.everyone:  # which is the group of FSDP, too, where there is one copy
+                axis = "all" if kind == "reduce" else "dp"
+            self.seen[axis, kind, size] += 1
         return func(*args, **(kwargs or {}))
 
 
-def collectives_by_hand(plan: Plan[Any], shards: int, copies: int, compute: int, again: bool) -> Counter[tuple[str, int]]:
-    """A unit is gathered in the dtype that it computes in, before its forward pass and, where it was freed, before its backward pass; its
-    gradients are shared out in float32, and with several copies each part is summed over them. What is exact is summed in one go."""
-    units: dict[str, int] = {}
-    for _, _, entry in plan.tensors():
-        if not entry.exact:
-            first, *rest = entry.shape
-            units[entry.unit] = units.get(entry.unit, 0) + -(-first // shards) * math.prod(rest)
-    wanted: Counter[tuple[str, int]] = Counter()
-    for part in units.values():
-        wanted["gather", shards * part * compute] += 2 if again else 1
-        wanted["scatter", shards * part * 4] += 1
-        if copies > 1:
-            wanted["reduce", part * 4] += 1
-    wanted["reduce", 4 * sum(x.numel() for _, x, entry in plan.tensors() if entry.exact)] += 1
-    return wanted
-
-
-STEPS = {
-    "64": (64, MeshSizes(), torch.float32),
-    "256": (256, MeshSizes(), torch.float32),
-    "64, hsdp": (64, MeshSizes(dp_replicate=8), torch.float32),
-    "64, bf16, never resharded": (64, MeshSizes(reshard_after_forward="never"), torch.bfloat16),
+STEPS: dict[str, tuple[str, int, MeshSizes, torch.dtype]] = {
+    "64": ("qwen3_vl", 64, MeshSizes(), torch.float32),
+    "256": ("qwen3_vl", 256, MeshSizes(), torch.float32),
+    "64, hsdp": ("qwen3_vl", 64, MeshSizes(dp_replicate=8), torch.float32),
+    "64, bf16, never resharded": ("qwen3_vl", 64, MeshSizes(reshard_after_forward="never"), torch.bfloat16),
+    "64, tp": ("qwen3_vl", 64, MeshSizes(dp_replicate=4, tp=2), torch.bfloat16),
+    "64, vocabulary": ("qwen3_vl", 64, MeshSizes(tp=2, vocab_parallel=True), torch.float32),
+    "64, cp x tp": ("qwen3_vl", 64, MeshSizes(cp=2, tp=2), torch.float32),
+    "256, ep": ("qwen3_vl-moe", 256, MeshSizes(ep=2), torch.bfloat16),
+    "64, cp x tp x ep": ("qwen3_vl-moe", 64, MeshSizes(cp=2, tp=2, ep=2), torch.float32),
 }
 
 
 @pytest.mark.parametrize("how", STEPS)
-def test_collectives_of_a_step_are_those_counted_by_hand(how: str) -> None:
-    """A real step of a tiny model, whose first rank alone has a pack: number and bytes of all that ranks send."""
-    ranks, sizes, precision = STEPS[how]
-    case = FAMILIES["qwen3_vl"]
+def test_collectives_of_a_step_are_those_counted_by_hand(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real step of a tiny model, whose first rank alone has a pack: number and bytes of all that ranks send, by axis."""
+    family, ranks, sizes, precision = STEPS[how]
+    case = (EVEN if sizes.vocab_parallel else FAMILIES)[family]
+    # what comes from the wire is garbage here, so each rank of ep is taken to send as many rows as this one
+    counts = experts_of_ranks.exchanged
+    monkeypatch.setattr(experts_of_ranks, "exchanged", lambda x, *where: (counts(x, *where), x)[1])
 
     def step(mesh: Mesh) -> Any:
         plan = shape(case.config, compute_dtype=precision)
         place(plan, "cpu", mesh)
-        for _, x, _ in plan.tensors():
+        for _, x, entry in plan.tensors():
             with torch.no_grad():
-                held(x).local.normal_(0, 0.02)
-        data, over = step_for([packs_of(case)[0][0]], 0, ranks), ranks_of(mesh)
-        with Collectives() as counted:
+                held(x).local.normal_(0, 0.02) if entry.role != "buffer" else x.zero_()
+        packs, groups = [packs_of(case)[0][0]], ranks // sizes.per_pack
+        tokens = tight(packs)
+        data, over = step_for(packs, 0, groups, tokens=tokens, sharing=sizes.per_pack), ranks_of(mesh)
+        own = rows_of(data.batches[0], sizes, *mesh.pack_rank)
+        with Collectives(mesh) as counted:
             add_gradients(plan.model, data, over, None, 0, 0)
             over.sum_gradients([p for p in plan.model.parameters() if p.grad is not None])
-        shards = sizes.sharded_over(ranks)
-        again = sizes.reshard_after_forward == "always"
-        return counted.seen, collectives_by_hand(plan, shards, ranks // shards, precision.itemsize, again)
+        layout = Layout(plan, sizes, ranks)
+        wanted = sharded_by_hand(layout, precision.itemsize, sizes.reshard_after_forward == "always")
+        return counted.seen, wanted + passed_by_hand(layout, tokens, own.label_counts or (), precision.itemsize, mesh.pack_rank[1])
 
-    got, wanted = as_rank(0, ranks, step, sizes)
-    assert got == wanted
+    got, wanted = as_rank(int(sizes.vocab_parallel), ranks, step, sizes)  # the second of tp has labels
+    assert got == wanted, f"more: {got - wanted}, missing: {wanted - got}"
 
 
 def test_bytes_of_a_step_in_the_docs_are_those_counted_by_hand() -> None:
-    """The same count for Qwen3-VL-8B in bfloat16 on 64 ranks."""
-    counted = collectives_by_hand(shape(config_of("qwen3-vl-8b"), compute_dtype=torch.bfloat16), 64, 1, 2, True)
-    gathered, shared_out = (sum(size * n for (kind, size), n in counted.items() if kind == wanted) for wanted in ("gather", "scatter"))
+    """The same count for published models in bfloat16."""
+    plan = shape(config_of("qwen3-vl-8b"), compute_dtype=torch.bfloat16)
+    counted = sharded_by_hand(Layout(plan, MeshSizes(), 64), 2, True)
+    gathered, shared_out = (total(counted, "dp", kind) for kind in ("gather", "scatter"))
     text = " ".join((Path(__file__).parents[2] / "docs" / "parallel.md").read_text().split())
     said = f"each rank receives {gathered / 1e9:.1f} GB of weights per micro-batch and shares out {shared_out / 1e9:.1f} GB of gradients"
     assert said in text
+
+
+TABLE = {
+    "`dp_shard: 64`": ("qwen3-vl-8b", 64, MeshSizes()),
+    "`tp: 4, vocab_parallel: true`": ("qwen3-vl-8b", 64, MeshSizes(tp=4, vocab_parallel=True)),
+    "`cp: 4`": ("qwen3-vl-8b", 64, MeshSizes(cp=4)),
+    "`dp_shard: 64` ": ("qwen3-vl-30b-a3b", 64, MeshSizes()),
+    "`ep: 8`": ("qwen3-vl-30b-a3b", 64, MeshSizes(ep=8)),
+    "`tp: 2, ep: 8, vocab_parallel: true`": ("qwen3.5-35b-a3b", 64, MeshSizes(tp=2, ep=8, vocab_parallel=True)),
+}
+PACK = 32768  # tokens, a quarter of them supervised
+
+
+def bytes_per_axis(size: str, ranks: int, sizes: MeshSizes) -> list[float]:
+    """GB that the first rank gathers, shares out or exchanges per pack: FSDP's weights and gradients, then what tp, cp and ep pass."""
+    layout = Layout(shape(config_of(size), compute_dtype=torch.bfloat16), sizes, ranks)
+    sharded = sharded_by_hand(layout, 2, True)
+    labels = (PACK // 4 // sizes.per_pack,) * sizes.tp
+    passed = passed_by_hand(layout, PACK, labels, 2)
+    sent = [total(sharded, "dp", "gather"), total(sharded, "dp", "scatter"), *(total(passed, axis) for axis in ("tp", "cp", "ep"))]
+    return [count / 1e9 for count in sent]
+
+
+@pytest.mark.parametrize("how", TABLE)
+def test_bytes_per_axis_in_the_docs_are_those_counted_by_hand(how: str) -> None:
+    size, ranks, sizes = TABLE[how]
+    cells = " | ".join(f"{count:.1f}" if count else "–" for count in bytes_per_axis(size, ranks, sizes))
+    assert f"| {how.strip()} | {cells} |" in (Path(__file__).parents[2] / "docs" / "parallel.md").read_text()
