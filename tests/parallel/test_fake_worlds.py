@@ -4,6 +4,7 @@ Models are of their published sizes, on the meta device.
 """
 
 import json
+import math
 import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping
