@@ -13,14 +13,14 @@ SOAK_S ?= 600
 BIN := .venv/bin
 HAS_TORCH := import torch, sys; sys.exit(tuple(map(int, torch.__version__.split('+')[0].split('.')[:2])) < (2, 11))
 
-.PHONY: demo test test-slow mutants test-transformers4 test-gpu check format bench docs sample-image clean
+.PHONY: demo test test-slow mutants test-transformers4 test-qlora test-gpu check format bench docs sample-image clean
 
 demo: .venv/ready
 	$(BIN)/eyeline train easyvqa-tiny out=runs/demo
 	$(BIN)/eyeline eval runs/demo --show 10
 	$(BIN)/eyeline report runs/demo
 
-QUICK := not slow and not gpu and not transformers4
+QUICK := not slow and not gpu and not transformers4 and not qlora
 
 # Tests that start several ranks run alone: beside others on the same cores they would wait for one another
 test: .venv/ready
@@ -43,6 +43,17 @@ test-transformers4: .venv/ready .venv-transformers4/ready
 	.venv-transformers4/bin/python -m pip install --quiet --disable-pip-version-check 'transformers>=4.57,<5'
 	@$(BIN)/python -c 'import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' \
 	  > "$$(.venv-transformers4/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
+	@touch $@
+
+# NF4 against bitsandbytes, in an environment of its own: dev does without it
+test-qlora: .venv/ready .venv-qlora/ready
+	OMP_NUM_THREADS=1 .venv-qlora/bin/python -m pytest -m qlora tests/kernels/test_nf4.py
+
+.venv-qlora/ready: Makefile .venv/ready
+	$(BIN)/python -m venv --clear .venv-qlora
+	.venv-qlora/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'bitsandbytes>=0.48'
+	@$(BIN)/python -c 'import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' \
+	  > "$$(.venv-qlora/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
 	@touch $@
 
 test-gpu: .venv/ready
@@ -80,4 +91,4 @@ sample-image: .venv/ready
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-transformers4 runs .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-transformers4 .venv-qlora runs .pytest_cache .ruff_cache .hypothesis

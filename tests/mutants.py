@@ -909,6 +909,24 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "models/test_lora_experts.py::test_grouped_product_is_each_experts_own",
         ),
         (
+            "kernels/nf4.py",
+            "(levels[1:] + levels[:-1]) / 2",
+            "levels[1:]",
+            "kernels/test_nf4.py",
+        ),
+        (
+            "bundle/fill.py",
+            "stored.read(update.b), update.scale, magnitude_O)",
+            "stored.read(update.b), 1.0, magnitude_O)",
+            "train/test_qlora.py::test_export_merges_into_the_weights_that_were_trained_on",
+        ),
+        (
+            "models/layers.py",
+            "out_TO = nf4_linear(x_TD, self.weight, self.largest)",
+            "out_TO = nf4_linear(x_TD, self.weight, self.largest * 1.01)",
+            "train/test_qlora.py::test_export_merges_into_the_weights_that_were_trained_on",
+        ),
+        (
             "recipes/read.py",
             "if place in given:",
             "if False:",

@@ -641,6 +641,7 @@ CASES: dict[str, Case] = {
     "model.add_tokens": turned("model.add_tokens=[<red>, <blue>]"),
     "stages[].trains.*<Full>.freeze_layers": turned("stages.0.trains.language.freeze_layers=1"),
     "stages[].trains.*<Adapted>.freeze_layers": turned("stages.0.trains.language.freeze_layers=1", base=LORA),
+    "stages[].trains.*<Adapted>.quantize": turned("stages.0.trains.language.quantize=nf4", see=refusal, base=LORA),
     "stages[].trains.*<Adapted>.rslora": turned("stages.0.trains.language.rslora=true", base=LORA),
     "stages[].trains.*<Adapted>.dora": turned("stages.0.trains.language.dora=true", base=LORA),
     "stages[].trains.*<Adapted>.modules_to_save": turned("stages.0.trains.language.modules_to_save=[norm]", base=LORA),

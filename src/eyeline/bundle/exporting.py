@@ -22,7 +22,7 @@ from eyeline.models import Config, Model, spec
 from eyeline.models.decoder import Head
 from eyeline.models.hf import mapping_of
 from eyeline.models.hf.forms import Form
-from eyeline.models.layers import Embedding
+from eyeline.models.layers import Embedding, Linear
 from eyeline.models.lora import EXPERT_LEAVES, LoRAExperts, LoRALinear, merge, merged, updates_of
 from eyeline.models.moe import biases_of
 
@@ -105,9 +105,9 @@ def weights(model: torch.nn.Module, with_updates: bool, dtype: torch.dtype) -> I
     for name, x in model.named_parameters():
         path, _, leaf = name.rpartition(".")
         layer = model.get_submodule(path)
-        if leaf.endswith(ADAPTER_NAMES):
+        if leaf.endswith((*ADAPTER_NAMES, "largest")):
             continue
-        x = x.detach()
+        x = layer.dense().detach() if isinstance(layer, Linear) and leaf == "weight" else x.detach()
         if with_updates and isinstance(layer, Embedding | Head) and layer.new_rows is not None:
             x, first = x.float(), layer.first
             x = torch.cat([x[:first], layer.new_rows.detach(), x[first + len(layer.new_rows) :]])

@@ -18,9 +18,10 @@ from eyeline.bundle.rows import EMBEDDINGS, with_rows, with_vocabulary
 from eyeline.checkpoint.pieces import Stored
 from eyeline.checkpoint.tensors import misfits, refuse_misfits
 from eyeline.core.errors import Refused
-from eyeline.core.plan import PARTS, NewRows, Part, Plan, complete, part_of, tensor_of
+from eyeline.core.plan import PARTS, Entry, NewRows, Part, Plan, complete, part_of, tensor_of
 from eyeline.core.randomness import torch_rng_for
 from eyeline.core.shards import Box, held, put, whole
+from eyeline.kernels.nf4 import dequantised, quantised
 from eyeline.models import Config, Model
 from eyeline.models.lora import LoRA, Update, adapters, merge, updates_of
 from eyeline.models.shape import shape
@@ -149,7 +150,7 @@ def refuse_other_parts(plan: Plan[Model], config: Config, source: Weights, parts
         if part not in {entry.part for entry in there.values()}:
             raise Refused(f"{source.folder} has no {part} to take weights from: it is a model of family {theirs.family}.")
         ours, other = (c.model_dump() if (c := getattr(whole, part, None)) is not None else {} for whole in (config, theirs))
-        shapes = {name: entry.shape for name, entry in plan.whole.items() if entry.part == part and entry.role == "weight"}
+        shapes = {name: _dense_shape(entry) for name, entry in plan.whole.items() if entry.part == part and _is_weight(entry)}
         alike = shapes == {name: entry.shape for name, entry in there.items() if entry.part == part}
         differ = [
             f"{name} is {other.get(name)} there and {ours.get(name)} here"
@@ -165,6 +166,27 @@ def refuse_other_parts(plan: Plan[Model], config: Config, source: Weights, parts
             raise Refused(f"the {part} of {source.folder} is not the {part} of this model: {'; '.join(differ)}.")
 
 
+def _is_weight(entry: Entry) -> bool:
+    return entry.role == "weight" and entry.storage != "scale"
+
+
+def _dense_shape(entry: Entry) -> tuple[int, ...]:
+    """The shape of a weight, however it is stored."""
+    return (entry.shape[0], 2 * entry.shape[1]) if entry.storage == "nf4" else entry.shape
+
+
+def _put(plan: Plan[Model], name: str, value: Tensor) -> set[str]:
+    """Fill a weight as the plan stores it; the names of the tensors that were filled."""
+    x = tensor_of(plan.model, name)
+    if plan.table[name].storage != "nf4":
+        put(x, value)
+        return {name}
+    largest = f"{name.removesuffix('weight')}largest"
+    for target, stored in zip((x, tensor_of(plan.model, largest)), quantised(value.to(x.device)), strict=True):
+        put(target, stored)
+    return {name, largest}
+
+
 def _from_folder(plan: Plan[Model], source: Weights, parts: Collection[Part]) -> set[str]:
     """Fill parts from a folder of transformers' or of parts; the names that were filled."""
     assert source.form is not None
@@ -176,8 +198,7 @@ def _from_folder(plan: Plan[Model], source: Weights, parts: Collection[Part]) ->
             x = tensor_of(plan.model, name)
             if adapter is not None:
                 value = adapter.applied(name, value, merges=part_of(name) not in kept)
-            put(x, _enlarged(value, source, len(x)) if name in EMBEDDINGS else value)
-            done.add(name)
+            done |= _put(plan, name, _enlarged(value, source, len(x)) if name in EMBEDDINGS else value)
     return done if adapter is None else done | put_adapters(adapter, plan.model, kept & frozenset(parts))
 
 
@@ -199,6 +220,11 @@ def _from_checkpoint(plan: Plan[Model], source: Weights, parts: Collection[Part]
         for name, x, entry in plan.tensors():
             if entry.part not in parts or name not in stored or (entry.role == "adapter" and not keep_adapters):
                 continue
+            if "nf4" in (entry.storage, like.table[name].storage):
+                done |= _put(plan, name, _dense(stored, name, like, None if keep_adapters else updates.get(name)))
+                continue
+            if entry.storage == "scale":
+                continue  # filled with its weight
             part = held(x)
             if name in EMBEDDINGS and not keep_adapters and (apart is not None or source.known_rows is not None):
                 put(x, _enlarged(_with_new_rows(stored, name, apart), source, len(x)))
@@ -221,6 +247,17 @@ def merged_part(stored: Stored, name: str, box: Box, shape: tuple[int, ...], upd
     a_rI = stored.read(update.a, Box((*first, 0, start), (*experts, update.rank, count))).to(device)
     b_Or = stored.read(update.b, Box((*first, row, 0), (*experts, rows, update.rank))).to(device)
     return merge(weight_OI, a_rI, b_Or, update.scale, magnitude_O)[..., column - start : column - start + columns]
+
+
+def _dense(stored: Stored, name: str, like: Plan[Model], update: Update | None) -> Tensor:
+    """A whole weight of a checkpoint as numbers, from NF4 where it is stored so, with the update of its adapter."""
+    value = stored.read(name)
+    if like.table[name].storage == "nf4":
+        value = dequantised(value, stored.read(f"{name.removesuffix('weight')}largest"))
+    if update is None:
+        return value
+    magnitude_O = None if update.magnitude is None else stored.read(update.magnitude)
+    return merge(value, stored.read(update.a), stored.read(update.b), update.scale, magnitude_O)
 
 
 def _with_new_rows(stored: Stored, name: str, apart: NewRows | None) -> Tensor:

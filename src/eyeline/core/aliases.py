@@ -56,6 +56,8 @@ ALIASES: dict[str, tuple[str, str]] = {
     "target_parameters": ("targets", "the target experts: gate, up and down of all experts"),
     "use_rslora": ("rslora", ""),
     "use_dora": ("dora", ""),
+    "load_in_4bit": ("quantize", "quantize: nf4"),
+    "quantization_bit": ("quantize", "quantize: nf4"),
     "additional_target": ("modules_to_save", ""),
     "adapter_name_or_path": ("model.adapter", "the folder of an adapter of peft's"),
     "freeze_trainable_layers": ("freeze_layers", "it counts the blocks that are frozen, from the first on"),

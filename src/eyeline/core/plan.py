@@ -95,6 +95,12 @@ class Traits:
     decays: bool = True  # weight decay applies
     muon: bool = False  # a matrix that Muon may train
     role: Literal["weight", "adapter", "buffer"] = "weight"
+    storage: "Storage" = "plain"
+
+
+Storage = Literal[
+    "plain", "nf4", "scale"
+]  # one tensor of numbers; their levels in 4 bits, two in a byte; the largest of each block of them
 
 
 class NewRows(NamedTuple):
@@ -132,7 +138,7 @@ class Entry:
     unit: str  # what is gathered together where parameters are sharded
     decays: bool
     muon: bool
-    storage: Literal["plain"] = "plain"  # "plain" is one tensor of `stored`
+    storage: Storage = "plain"
 
 
 Replaceable = Literal["attend", "scan", "dispatch", "agree", "deliver", "loss", "lengths"]  # kinds of weightless submodules

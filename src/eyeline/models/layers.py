@@ -20,6 +20,7 @@ from eyeline.kernels.attention import LayerCache, cached_attention, packed_atten
 from eyeline.kernels.gpu import on_gpu
 from eyeline.kernels.kept import keeping_products, on_host
 from eyeline.kernels.linears import Layer, linears
+from eyeline.kernels.nf4 import BLOCK, dequantised, nf4_linear
 from eyeline.kernels.norms import layer_norm, rms_norm
 from eyeline.kernels.swiglu import swiglu
 from eyeline.models.flops import Rows, Tally, any_trainable
@@ -55,22 +56,40 @@ class Unfilled(nn.Module):
 
 class Linear(Unfilled, nn.Linear):
     """`x·Wᵀ + b` in x's dtype. `target` is the name by which a recipe puts an adapter on it; None: it takes none. `draws_T2` are of the
-    rows, for an adapter in its place, which drops some of its input."""
+    rows, for an adapter in its place, which drops some of its input. A frozen weight may be stored in NF4 (`pack`): then `largest` has the
+    largest magnitude of each block."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool = True, *, split: Split | None = None, target: str | None = None):
         super().__init__(inputs, outputs, bias)
         assert not (bias and split == INPUTS), "each rank would add the bias"
         self.split, self.target = split, target
+        self.register_parameter("largest", None)
 
     def traits(self) -> dict[str, Traits]:
-        return {"weight": Traits(self.split, muon=self.target is not None), "bias": Traits(self.split, decays=False)}
+        weight = Traits(self.split, muon=self.target is not None, storage="plain" if self.largest is None else "nf4")
+        largest = Traits(exact=True, decays=False, storage="scale")
+        return {"weight": weight, "bias": Traits(self.split, decays=False), "largest": largest}
+
+    def pack(self) -> None:
+        """Store the weight in NF4: not yet filled."""
+        rows, device = self.out_features, self.weight.device
+        packed = torch.empty(rows, self.in_features // 2, dtype=torch.uint8, device=device)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.largest = nn.Parameter(torch.empty(rows, self.in_features // BLOCK, device=device), requires_grad=False)
+
+    def dense(self) -> Tensor:
+        """The weight as numbers."""
+        return self.weight if self.largest is None else dequantised(self.weight, self.largest)
 
     def forward(self, x_TD: Tensor, draws_T2: Tensor | None = None) -> Tensor:  # noqa: ARG002 (for LoRALinear)
+        if self.largest is not None:
+            out_TO = nf4_linear(x_TD, self.weight, self.largest)
+            return out_TO if self.bias is None else out_TO + self.bias.to(x_TD.dtype)
         return F.linear(x_TD, self.weight.to(x_TD.dtype), None if self.bias is None else self.bias.to(x_TD.dtype))
 
     def tensors(self) -> Layer | None:
         """What the layer computes with, for `together`; None where it does more than a linear layer with an adapter."""
-        return Layer(self.weight, self.bias)
+        return None if self.largest is not None else Layer(self.weight, self.bias)
 
     def count(self, tally: Tally, reached: bool, rows: Rows) -> bool:
         return tally.product(rows, self.in_features, self.out_features, reached, self.weight.requires_grad) or any_trainable(self)

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from typing import Annotated, Literal, NamedTuple
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -23,6 +23,7 @@ from eyeline.kernels.dropout import dropout_mask
 from eyeline.kernels.gpu import on_gpu
 from eyeline.kernels.linears import Layer, adapted
 from eyeline.kernels.moe import grouped_linear
+from eyeline.kernels.nf4 import BLOCK
 from eyeline.kernels.swiglu import swiglu
 from eyeline.models.flops import Rows, Tally
 from eyeline.models.layers import Linear, ReplaceableModule
@@ -37,6 +38,13 @@ class LoRA(Settings):
     rslora: bool = False  # the update is scaled by alpha / √rank instead
     dora: bool = False  # the length of each row of the updated weight is trained apart
     freeze_layers: NotNegative = 0  # the first blocks of the part, which get no adapters
+    quantize: Literal["none", "nf4"] = "none"  # nf4: linear layers of the part's blocks are stored in 4 bits (QLoRA, Dettmers et al. 2023)
+
+    @model_validator(mode="after")
+    def _goes_with_nf4(self) -> "LoRA":
+        if self.dora and self.quantize != "none":
+            raise ValueError("dora needs the lengths of a weight's rows, and quantize stores them in 4 bits. Leave one of them out")
+        return self
 
     @property
     def scale(self) -> float:
@@ -94,7 +102,7 @@ class LoRALinear(Linear):
             put(self.lora_magnitude, whole(self.weight).float().norm(dim=1))
 
     def tensors(self) -> Layer | None:
-        if self.lora_magnitude is not None or (self.training and self.dropout):
+        if self.largest is not None or self.lora_magnitude is not None or (self.training and self.dropout):
             return None
         return Layer(self.weight, self.bias, self.lora_A, self.lora_B, self.scale)
 
@@ -216,7 +224,9 @@ def merged(model: nn.Module, weight: str, update: Update) -> Tensor:
     """A weight of a model with its update added, in float32."""
     a_rI, b_Or = model.get_parameter(update.a).detach(), model.get_parameter(update.b).detach()
     magnitude_O = None if update.magnitude is None else model.get_parameter(update.magnitude).detach()
-    return merge(model.get_parameter(weight).detach(), a_rI, b_Or, update.scale, magnitude_O)
+    layer = model.get_submodule(weight.rpartition(".")[0])
+    dense = layer.dense() if isinstance(layer, Linear) else model.get_parameter(weight)
+    return merge(dense.detach(), a_rI, b_Or, update.scale, magnitude_O)
 
 
 def targets_of(model: nn.Module, spec: Spec, part: Part) -> dict[str, list[str]]:
@@ -273,7 +283,19 @@ def wrap(model: nn.Module, spec: Spec, part: Part, lora: LoRA) -> list[str]:
         else:
             assert isinstance(layer, Linear), f"{name} is a linear layer"
             model.set_submodule(name, LoRALinear(layer, lora, name))
+    if lora.quantize == "nf4":
+        for layer in quantizable(model, part):
+            layer.pack()
     return wrapped
+
+
+def quantizable(model: nn.Module, part: Part) -> list[Linear]:
+    """The linear layers of a part's blocks whose rows are whole blocks of NF4."""
+    return [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, Linear) and name.startswith(f"{part}.blocks.") and module.in_features % BLOCK == 0
+    ]
 
 
 def adapters(model: nn.Module) -> dict[str, LoRALinear | LoRAExperts]:

@@ -86,13 +86,15 @@ def shape(
         in_training = ways.trains.get(part) == "adapters" if traits.role == "adapter" else ways.train(stated, first)
         in_training &= traits.role != "buffer"
         kept = in_training or any(one.cover(first) for one in (ways, *later))
-        narrowed = part in narrow and not kept and tensor.ndim > 1 and traits.role == "weight" and not traits.exact
+        narrowed = (
+            part in narrow and traits.storage == "plain" and not kept and tensor.ndim > 1 and traits.role == "weight" and not traits.exact
+        )
         table[name] = Entry(
             part=part,
             role=traits.role,
             shape=tuple(tensor.shape),
             trains=in_training,
-            stored=compute_dtype if narrowed else dtype,
+            stored=torch.uint8 if traits.storage == "nf4" else compute_dtype if narrowed else dtype,
             compute=torch.float32 if traits.exact else compute_dtype,
             exact=traits.exact,
             split=traits.split,
@@ -101,6 +103,7 @@ def shape(
             unit=_unit(model, every_block, first),
             decays=traits.decays if first == name else table[first].decays,
             muon=traits.muon,
+            storage=traits.storage,
         )
     _give_dtypes(model, table)
     return Plan(model, stated, table, blocks, branches, _replaceable(model))

@@ -22,9 +22,10 @@ from eyeline.data.sources.folders import parse_location
 from eyeline.data.sources.sources import Rows, Source, open_source
 from eyeline.data.sources.unread import unread
 from eyeline.evals.metric import metric_named
+from eyeline.kernels.nf4 import BLOCK
 from eyeline.models import Model
 from eyeline.models import spec as spec_of
-from eyeline.models.lora import experts_problem, targets_of, unknown_target
+from eyeline.models.lora import experts_problem, quantizable, targets_of, unknown_target
 from eyeline.models.moe import Bias
 from eyeline.models.shape import savable, shape
 from eyeline.parallel.mesh import model_problems
@@ -101,6 +102,11 @@ def _dora_problems(run: Run) -> Iterator[str]:
     for index, stage in enumerate(run.stages):
         before = trained_in_full(run.stages[:index])
         for part, lora in adapters_of(stage).items():
+            if lora.quantize != "none" and part in _random_parts(run) and part not in before:
+                yield (
+                    f"stages.{stage.name}.trains.{part}.quantize: the {part} starts from random weights, which nothing trains any more in "
+                    "4 bits. Train it with how: full in a stage before, or give it weights"
+                )
             if lora.dora and part in _random_parts(run) and part not in before:
                 yield (
                     f"stages.{stage.name}.trains.{part}.dora: the {part} starts from random weights, and where their rows are zero DoRA "
@@ -292,6 +298,8 @@ def _part_problems(where: str, part: Part, trained: Full | Adapted, plan: Plan[M
     if isinstance(trained, Adapted):
         if (problem := experts_problem(trained)) is not None:
             yield f"{where}.{problem}"
+        if trained.quantize != "none" and not quantizable(plan.model, part):
+            yield f"{where}.quantize: no linear layer of the {part} has a multiple of {BLOCK} inputs, which NF4 needs. Leave it out"
         known = savable(plan.model, plan.spec, part)
         for name in trained.modules_to_save:
             if name == "lm_head" and part == "language" and "embed_tokens" in known and name not in known:

@@ -339,6 +339,11 @@ class Run(Settings):
                     f"compile: blocks keeps the inputs of blocks inside its graphs, and stages.{stage.name}.gradient_checkpointing.offload "
                     "moves them to the host. Leave one of them out"
                 )
+            packed = [part for part, one in stage.trains.items() if isinstance(one, Adapted) and one.quantize != "none"]
+            if self.compile == "blocks" and packed:
+                raise ValueError(
+                    f"compile: blocks with stages.{stage.name}.trains.{packed[0]}.quantize is not there yet. Leave one of them out"
+                )
         return self
 
     @model_validator(mode="after")

@@ -202,6 +202,12 @@ def rank_problems(run: Run, world_size: int) -> Iterator[str]:
                 f"stages.{stage.name}.optimizer.offload keeps the moments of one device on the host, and there are {world_size} ranks, "
                 "which share them out (mesh.dp_shard). Leave it out; state_dtype: bf16 halves each rank's share"
             )
+        for part, lora in adapters_of(stage).items():
+            if lora.quantize != "none":
+                yield (
+                    f"stages.{stage.name}.trains.{part}.quantize: weights in NF4 are on one device, and there are {world_size} ranks, "
+                    "which share out weights (mesh.dp_shard). Leave it out"
+                )
 
 
 def rows_of(plan: Plan[Model], stage: Stage) -> list[Row]:
@@ -212,9 +218,12 @@ def rows_of(plan: Plan[Model], stage: Stage) -> list[Row]:
     return rows
 
 
+NUMBERS = {"plain": 1, "nf4": 2, "scale": 0}  # of a weight, in each number that is stored
+
+
 def _row(plan: Plan[Model], stage: Stage, part: Part) -> Row:
     entries = {name: entry for name, entry in plan.whole.items() if entry.part == part and entry.tied_to is None}
-    sizes = [(math.prod(entry.shape), entry.trains) for entry in entries.values() if entry.role != "buffer"]
+    sizes = [(math.prod(entry.shape) * NUMBERS[entry.storage], entry.trains) for entry in entries.values() if entry.role != "buffer"]
     trained = stage.trains.get(part)
     match trained:
         case None:
@@ -224,6 +233,7 @@ def _row(plan: Plan[Model], stage: Stage, part: Part) -> Row:
         case Adapted():
             targets = trained.targets if isinstance(trained.targets, str) else " ".join(trained.targets)
             kind = f"{'rs' if trained.rslora else ''}{'DoRA' if trained.dora else 'LoRA'}"
+            kind += f" on weights in {trained.quantize.upper()}," if trained.quantize != "none" else ""
             how = f"{kind} r {trained.rank}, α {trained.alpha:g} on {targets}"
             how += f" from block {trained.freeze_layers}" if trained.freeze_layers else ""
             how += "".join(f", {name} in full" for name in trained.modules_to_save)
