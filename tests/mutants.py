@@ -912,7 +912,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "kernels/nf4.py",
             "(levels[1:] + levels[:-1]) / 2",
             "levels[1:]",
-            "kernels/test_nf4.py",
+            "kernels/test_nf4.py::test_each_number_becomes_the_nearest_level",
         ),
         (
             "bundle/fill.py",

@@ -49,7 +49,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_frozen_weights_are_those_of_the_stage_before_in_nf4(trained: Path) -> None:
-    """Of layers with a multiple of 64 inputs; 96 are none, so down stays in float32."""
+    """Only layers with a multiple of 64 inputs have some: down has 96, and stays in float32."""
     loop.train(tiny_run(trained, *WIDE, f"out={trained / 'plain'}"))
     plain, packed = tensors(trained / "plain", 5), tensors(trained / "run", 5)
     for got, want in zip((packed[f"{Q}.weight"], packed[f"{Q}.largest"]), quantised(plain[f"{Q}.weight"]), strict=True):
