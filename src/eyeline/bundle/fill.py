@@ -220,8 +220,9 @@ def _from_checkpoint(plan: Plan[Model], source: Weights, parts: Collection[Part]
         for name, x, entry in plan.tensors():
             if entry.part not in parts or name not in stored or (entry.role == "adapter" and not keep_adapters):
                 continue
+            update = None if keep_adapters else updates.get(name)
             if "nf4" in (entry.storage, like.table[name].storage):
-                done |= _put(plan, name, _dense(stored, name, like, None if keep_adapters else updates.get(name)))
+                done |= _put(plan, name, _dense(stored, name, like, update))
                 continue
             if entry.storage == "scale":
                 continue  # filled with its weight
@@ -230,7 +231,6 @@ def _from_checkpoint(plan: Plan[Model], source: Weights, parts: Collection[Part]
                 put(x, _enlarged(_with_new_rows(stored, name, apart), source, len(x)))
                 done.add(name)
                 continue
-            update = None if keep_adapters else updates.get(name)
             value = stored.read(name, part.box) if update is None else merged_part(stored, name, part.box, tuple(x.shape), update, x.device)
             part.local.copy_(value)
             done.add(name)
