@@ -37,6 +37,7 @@ DEALT = "mesh={balance_images: true, sync_each_batch: false}"
         (2, "mesh.dp_shard=2"),
         (2, "mesh.dp_replicate=2"),
         (3, "mesh.dp_shard=-1"),
+        pytest.param(2, "mesh.pp=2", marks=pytest.mark.slow),
         (2, "mesh={balance_images: true, sync_each_batch: false}"),
     ],
 )
@@ -93,9 +94,16 @@ def stop_after(step: int, at_rank: int) -> Callable[[int], None]:
     return before
 
 
-@pytest.mark.parametrize("stops", [(2,), (3, 3)], ids=["in the first stage", "in both stages"])
-def test_a_run_resumed_on_as_many_ranks_is_the_uninterrupted_one(stops: tuple[int, ...], tmp_path: Path) -> None:
-    whole, cut = run_of(tmp_path, "whole"), run_of(tmp_path, "cut")
+@pytest.mark.parametrize(
+    ("mesh", "stops"),
+    [
+        pytest.param("mesh.dp_shard=-1", (2,), id="in the first stage"),
+        pytest.param("mesh.dp_shard=-1", (3, 3), id="in both stages"),
+        pytest.param("mesh.pp=2", (3, 3), id="slices of the model", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_resumed_on_as_many_ranks_is_the_uninterrupted_one(mesh: str, stops: tuple[int, ...], tmp_path: Path) -> None:
+    whole, cut = run_of(tmp_path, "whole", mesh), run_of(tmp_path, "cut", mesh)
     train(whole, 2)
     for n, stop in enumerate(stops):
         train(cut, 2, stop_after(stop, at_rank=1 - n % 2), code=75)

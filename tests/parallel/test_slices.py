@@ -15,7 +15,8 @@ from eyeline.models.moe import Aux, Bias
 from eyeline.models.shape import shape
 from eyeline.parallel.mesh import MeshSizes, mesh_of
 from eyeline.parallel.place import place
-from eyeline.parallel.slices import DepthCosts, cuts_of
+from eyeline.parallel.slices import DepthCosts, cuts_of, own_slices
+from eyeline.train.memory import activations_of, activations_of_slices
 from eyeline.train.slices import cut_along_depth
 from tests.models.parity import Case
 from tests.parallel.updates import ADAPTER, BY_NAME, FAMILIES, TOKENS, Setup, compare, whole
@@ -101,6 +102,22 @@ def test_slices_are_cut_where_the_most_expensive_costs_the_least() -> None:
     assert [len(cut) for cut in cuts_of(DepthCosts(4, ten, 2), 4, least_first=3)] == [3, 3, 3, 1]  # 7, 3, 3, 3
     assert len(cuts_of(DepthCosts(90, ten, 0), 3)[0]) == 1
     assert [*chain.from_iterable(cuts_of(DepthCosts(4, ten, 2), 4))] == [*range(10)]
+
+
+def test_slices_need_the_activations_of_the_micro_batches_that_are_under_way() -> None:
+    """Together those of the whole model for one; the first of two has two of them, the last has one however many there are."""
+    case = FAMILIES["llava"]
+    cuts = (range(1), range(1, 2))
+
+    def needed(rank: int, count: int) -> int:
+        return activations_of_slices(own_slices(shape(case.config), cuts, rank, 2), FULL, rank, 2, count)
+
+    exchanged = TOKENS * case.spec.language.hidden_size * 4
+    first, last = needed(0, 1), needed(1, 1)
+    whole_model = activations_of(shape(case.config), FULL)
+    assert whole_model < first + last - 3 * exchanged < 1.5 * whole_model  # each has a peak of its own
+    assert needed(1, 8) == last + 7 * 2 * exchanged
+    assert 1.5 * first < needed(0, 8) - 8 * exchanged < 2 * first
 
 
 def test_bubbles_in_the_docs_are_those_of_torchs_schedules() -> None:

@@ -7,7 +7,8 @@ what PyTorch keeps unused between allocations, comes on top.
 
 import weakref
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,28 +92,34 @@ def activations_of(plan: Plan[Any], budget: Budget) -> int:
 
 def activations_of_slices(plan: Plan[Any], budget: Budget, rank: int, ranks: int, count: int) -> int:
     """The same for a rank that has slices of the model, of whose `count` micro-batches several are under way at once; with the tensors that
-    it receives from other ranks, of which torch's schedules keep one for each micro-batch. `plan` is of these slices."""
+    it exchanges with other ranks, of which torch's schedules keep those of all micro-batches. `plan` is of these slices."""
     slices, language = plan.slices, plan.spec.language
     assert slices is not None
-    of, passes = len(slices.blocks), len(slices.blocks) * count
-    under_way = min(passes, ranks - rank if of == 1 else 2 * (ranks - rank - 1) + (of - 1) * ranks + 1)
+    of = len(slices.blocks)
+    under_way = min(of * count, ranks - rank if of == 1 else 2 * (ranks - rank - 1) + (of - 1) * ranks + 1)
     run, batch = slice_of(plan.model, language.layers), full_batch(plan.spec.image, plan.spec.vocab_size, budget).with_draws(0, 0)
     x_TD = torch.empty(budget.tokens, language.hidden_size, dtype=plan.model.language.compute_dtype, device="meta", requires_grad=True)
-    plan.model.train()
-    with Allocated() as allocated:
-        kept = []
-        for n in range(under_way):
-            at = n // ranks % of
-            out, _ = run(batch.to("meta"), slices.blocks[at], x_TD if slices.numbers[at] else None)
-            kept.append(out.out if slices.blocks[at].stop == language.layers else out)
+
+    def forward(at: int) -> Tensor:
+        out, _ = run(batch.to("meta"), slices.blocks[at], x_TD if slices.numbers[at] else None)
+        return out.out if slices.blocks[at].stop == language.layers else out
+
+    def passes(which: Iterable[int]) -> None:
+        kept = deque(map(forward, which))
         while kept:
-            if (first := kept.pop(0)).requires_grad:
+            if (first := kept.popleft()).requires_grad:
                 first.backward(torch.empty_like(first))
             del first
+
+    plan.model.train()
+    with Allocated() as allocated:
+        passes(range(of))  # so that gradients are there already
+        passes(n // ranks % of for n in range(under_way))
     gradients = sum(x.grad.nbytes for x in plan.model.parameters() if x.grad is not None)
     plan.model.zero_grad(set_to_none=True)
-    received = sum((number > 0) + (number < slices.count - 1) for number in slices.numbers) * count * x_TD.nbytes
-    return allocated.most - gradients + received
+    # what a slice receives with the gradient that it sends back; and the gradient that it receives
+    exchanged = sum(2 * (number > 0) + (number < slices.count - 1) for number in slices.numbers) * count * x_TD.nbytes
+    return allocated.most - gradients + exchanged
 
 
 def fewest_recomputed(plan: Plan[Any], budget: Budget, how: Mapping[Part, Recompute], room: int) -> dict[Part, Recompute]:
