@@ -10,6 +10,7 @@ from torch import Tensor
 
 from eyeline.bundle.fill import Seed, fill
 from eyeline.core.batch import Budget
+from eyeline.core.plan import NewRows
 from eyeline.core.world import ALONE, World
 from eyeline.models.moe import Aux, Bias
 from eyeline.models.shape import shape
@@ -49,6 +50,7 @@ def test_two_slices_update_as_one_process(family: str) -> None:
 
 HOW = {
     "adapters": ("qwen3_vl", Setup({"language": "adapters", "vision": "adapters"}, sizes=PP), 2),
+    "DoRA and new tokens": ("qwen3_vl", Setup({"language": "adapters"}, dora=True, new_rows=NewRows(3, 9), sizes=PP), 2),
     "projector alone": ("llava", Setup({"projector": "full"}, sizes=PP, momentum=0.9), 2),
     "gradient checkpointing": ("qwen3_5_vl-moe", Setup(checkpointing=True, sizes=PP), 2),
     "fsdp": ("qwen3_vl", Setup(sizes=MeshSizes(pp=2, dp_shard=2), momentum=0.9), 4),

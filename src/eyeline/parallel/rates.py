@@ -30,8 +30,9 @@ def all_reduce_rates(mesh: Mesh, world: World, device: torch.device) -> list[Axi
     import torch.distributed as dist
 
     rates = []
-    for axis in mesh.shard.mesh_dim_names or ():
-        group = mesh.shard.get_group(axis)
+    groups = [(axis, mesh.shard.get_group(axis)) for axis in mesh.shard.mesh_dim_names or ()]
+    groups += [] if mesh.pipeline is None else [("pp", mesh.pipeline.group)]
+    for axis, group in groups:
         ranks = tuple(dist.get_process_group_ranks(group))
         if len(ranks) > 1:
             rates.append(_rate(axis, ranks, group, world, device))
