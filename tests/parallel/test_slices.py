@@ -1,26 +1,32 @@
 """`update` on ranks that have slices of the model, against the same update in one process."""
 
+from collections import Counter
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from eyeline.bundle.fill import Seed, fill
-from eyeline.core.batch import Budget
+from eyeline.core.batch import IGNORE, Budget
 from eyeline.core.plan import NewRows
 from eyeline.core.world import ALONE, World
 from eyeline.models.moe import Aux, Bias
 from eyeline.models.shape import shape
 from eyeline.parallel.mesh import MeshSizes, mesh_of
 from eyeline.parallel.place import place
+from eyeline.parallel.ranks import ranks_of
 from eyeline.parallel.slices import DepthCosts, cuts_of, own_slices
 from eyeline.train.memory import activations_of, activations_of_slices
 from eyeline.train.slices import cut_along_depth
+from eyeline.train.step import add_gradients
 from tests.models.parity import Case
-from tests.parallel.updates import ADAPTER, BY_NAME, FAMILIES, TOKENS, Setup, compare, whole
+from tests.parallel.updates import ADAPTER, BY_NAME, FAMILIES, TOKENS, Setup, compare, packs_of, step_for, whole
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.ranks
@@ -94,6 +100,42 @@ def test_slices_start_from_the_weights_that_one_process_draws(family: str) -> No
     want = drawn(ALONE)
     for got in on_ranks(2, drawn):
         assert got.keys() == want.keys() and all(torch.equal(x, want[name]) for name, x in got.items())
+
+
+class Sent(TorchDispatchMode):
+    """Counts what is sent to one rank, and received from one, by bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[tuple[str, int]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and (kind := func.__name__.split(".")[0]) in ("send", "recv_"):
+            self.seen[kind, sum(x.nbytes for x in tree_leaves(args) if isinstance(x, Tensor))] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_slice_sends_one_tensor_per_micro_batch_and_direction() -> None:
+    """And in its first step asks once whether all know the shapes."""
+    case = FAMILIES["llava"]
+
+    def sent(world: World) -> Any:
+        mesh = mesh_of(PP, world, "cpu")
+        assert mesh is not None
+        plan = cut_along_depth(shape(case.config), FULL, mesh)
+        place(plan, "cpu", mesh)
+        fill(plan, case.config, dict.fromkeys(plan.spec.parts, Seed(5)))
+        over, found = ranks_of(mesh), []
+        for _ in range(2):
+            with Sent() as sent:
+                add_gradients(plan.model, step_for(packs_of(case)[0][:4], 0, 1), over, None, 0, 0)
+            found.append(sent.seen)
+        return found
+
+    x = TOKENS * case.spec.language.hidden_size * 4
+    labelled = sum(any(d.labels_T.max() > IGNORE for d in pack) for pack in packs_of(case)[0][:4])  # others are not run
+    each, asked = Counter({("send", x): labelled, ("recv_", x): labelled}), Counter({("send", 4): 1, ("recv_", 4): 1})
+    assert on_ranks(2, sent) == [[each + asked, each]] * 2
 
 
 def test_slices_are_cut_where_the_most_expensive_costs_the_least() -> None:
