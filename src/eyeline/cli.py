@@ -191,11 +191,10 @@ def prepare(
         say(clean_jobs(out))
         return
     run = _read(recipe, overrides)
-    from eyeline.offline.run import Where, shard_of
+    from eyeline.offline.run import where_of
     from eyeline.recipes.problems import refuse_problems
     from eyeline.train.prepare import prepare_stage, without_where, write_stage_signals
 
-    where = Where(workers, *shard_of(shard), ray)
     if signals and (epochs > 1 or resize is not None):
         raise Refused(f"--{'epochs' if epochs > 1 else 'resize'} changes archives, and --signals writes none. Leave one of them out")
     if similarity is not None and not signals:
@@ -203,6 +202,7 @@ def prepare(
     run = without_where(run) if signals else run
     for line in refuse_problems(run):
         warn(line)
+    where = where_of(workers, shard, ray)
     if signals:
         write_stage_signals(run, stage, out, where, similarity)
         return
@@ -241,11 +241,11 @@ def distill(
         return
     asked = [] if top_logprobs is None else [f"distill.top_logprobs={top_logprobs}"]
     run = _read(recipe, [*(overrides or []), *asked])
-    from eyeline.offline.run import Where, shard_of
+    from eyeline.offline.run import where_of
     from eyeline.train.distill import distill_recipe
     from eyeline.train.distill import dry as dry_run
 
-    where = Where(workers, *shard_of(shard), ray)
+    where = where_of(workers, shard, ray)
     if dry is not None:
         dry_run(run, dry, where)
         refuse_lost_output()

@@ -1,7 +1,9 @@
 """Servers that are slow, busy, wrong or gone, scripted: what is asked again, when, and what ends the job."""
 
+import ssl
 import threading
 import time
+import urllib.error
 from collections.abc import Callable
 from email.utils import formatdate
 from typing import Any
@@ -185,6 +187,19 @@ def test_what_no_request_can_get_past_is_refused_at_once(code: int, said: str) -
         with pytest.raises(Refused, match=said):
             post(servers(script.url))
     assert len(script.asked) == 1
+
+
+def test_a_certificate_that_is_not_trusted_ends_the_job_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = ssl.SSLCertVerificationError()
+    error.verify_message = "self-signed certificate"
+
+    def refuse(*some: Any, **named: Any) -> None:
+        raise urllib.error.URLError(error)
+
+    these = servers("https://127.0.0.1:9/v1")
+    monkeypatch.setattr(these._opener, "open", refuse)
+    with pytest.raises(Refused, match=r"self-signed certificate\. The server's certificate is not trusted here.*SSL_CERT_FILE"):
+        post(these)
 
 
 def test_the_key_is_sent_and_never_shown() -> None:

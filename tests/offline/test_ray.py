@@ -35,6 +35,14 @@ def test_ray_that_is_not_installed_is_refused_with_what_to_install(monkeypatch: 
         run(JOB, plan_of(FakeStore(), 2), Where(ray="local"), lambda _: None)
 
 
+def test_ray_is_asked_for_before_anything_is_written(eyeline: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    (tmp_path / "tiny.yaml").write_text(json.dumps(tiny_recipe(tmp_path)))
+    done = eyeline("prepare", "tiny.yaml", "--stage", "0", "--out", "out", "--ray", "local")
+    assert done.code == 2 and "pip install 'eyeline[ray]'" in done.err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     with ray_here():

@@ -1,5 +1,6 @@
 """The same bytes come out of every way to run a job, with a worker killed in each; what crashes every worker is given up by name."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,28 @@ def test_an_expected_failure_ends_the_run_as_itself(tmp_path: Path) -> None:
             done(plan, Where(workers), Job("rows", Crash((4,), error=StorageFailed)))
         assert not quarantined_numbers(plan.store)
         assert done(plan, Where(workers))[0]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), OSError("8 requested and 3 written")], ids=["system", "numpy"])
+def test_a_full_disk_ends_the_run_and_gives_nothing_up(tmp_path: Path, error: OSError) -> None:
+    for workers in (0, 2):
+        plan = plan_of(LocalStore(tmp_path / str(workers)), COUNT)
+        with pytest.raises(StorageFailed, match=r"could not write \S+/000000004-.*(No space left|requested).*bytes are free there"):
+            done(plan, Where(workers), Job("rows", Full(str(error), error.errno)))
+        assert not quarantined_numbers(plan.store)
+
+
+@dataclass(frozen=True)
+class Full:
+    """Work that finds a full disk. Pickles."""
+
+    text: str
+    number: int | None
+
+    def __call__(self, partition: Partition, folder: Path) -> Done:
+        if partition.number == 4:
+            raise OSError(self.text) if self.number is None else OSError(self.number, "No space left on device")
+        return work(partition, folder)
 
 
 def test_shares_are_disjoint_and_complete(tmp_path: Path) -> None:

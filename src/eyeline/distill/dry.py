@@ -73,7 +73,7 @@ def estimate(outcomes: Sequence[Outcome], total: int, seconds: float, settings: 
         f"all {counted(total, 'sample')}: {total * settings.answers_per_sample:,} requests, about {round(total * share):,} samples kept",
     ]
     scale = total / len(outcomes)
-    lines.append(_tokens([answer.said for answer in answers], scale, settings.price))
+    lines.append(_tokens([answer.said for answer in answers if answer.said.finish != "failed"], scale, settings.price))
     each = f"{counted(workers, 'worker')} as this one" if workers > 1 else "one worker"
     lines.append(f"time: about {duration(seconds * scale / workers)} with {each} ({seconds:.1f} s for {counted(len(outcomes), 'sample')})")
     return lines

@@ -9,6 +9,7 @@ import http.client
 import json
 import random
 import re
+import ssl
 import threading
 import time
 import urllib.error
@@ -159,6 +160,13 @@ class Servers:
         except urllib.error.HTTPError as error:
             with error:
                 raise self._failure(error, url) from error
+        except urllib.error.URLError as error:
+            if isinstance(error.reason, ssl.SSLCertVerificationError):
+                raise Refused(
+                    f"{url}: {error.reason.verify_message}. The server's certificate is not trusted here: install its authority's, or name "
+                    "a file with it in the environment variable SSL_CERT_FILE"
+                ) from error
+            raise _Again(_reason(error, self.timeout_s)) from error
         except (OSError, http.client.HTTPException) as error:  # timeouts, refused and dropped connections, names that do not resolve
             raise _Again(_reason(error, self.timeout_s)) from error
         self._heed_limits(server, said)

@@ -48,7 +48,7 @@ def results_on_ray(
 
     `count` actors, or, if it is 0, one for each CPU of the cluster; for each GPU where the work is `accelerated` and there are some.
     """
-    ray = _connected(address)
+    ray = connected(address)
     there = ray.cluster_resources()
     gpus = accelerated and there.get("GPU", 0) >= 1
     actor = ray.remote(num_cpus=1, num_gpus=int(gpus), max_restarts=0)(Doer)
@@ -83,7 +83,8 @@ def results_on_ray(
             ray.kill(doer)
 
 
-def _connected(address: str) -> Any:
+def connected(address: str) -> Any:
+    """Ray, connected to a cluster. Refused where it is not installed, or there is no such cluster."""
     try:
         import ray  # pyright: ignore[reportMissingImports]: optional
     except ImportError as error:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from eyeline.core import words
 from eyeline.core.errors import Refused
 from eyeline.offline.manifests import garbage, manifests, quarantined_numbers
 from eyeline.offline.plan import Plan, existing_plan
@@ -19,7 +20,7 @@ def plans_in(folder: Path) -> Iterator[Plan]:
     found = [existing_plan(LocalStore(path)) for path in sorted((folder / JOBS).glob("*")) if path.is_dir()]
     plans = [plan for plan in found if plan is not None]
     if not plans:
-        raise Refused(f"{folder} holds no job. Give a folder that `eyeline prepare` wrote, or is writing")
+        raise Refused(f"{folder} holds no job. Give a folder that `eyeline prepare` or `eyeline distill` wrote, or is writing")
     yield from plans
 
 
@@ -46,7 +47,7 @@ def report_of(plan: Plan) -> str:
         spent, ordered = sum(seconds.values()), sorted(seconds.values())
         median, p99 = ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100]
         rate = f"{counted / max(spent, 1e-9):,.0f} rows/s per worker, " if counted else ""
-        lines.append(f"  {rate}{len(workers):,} workers; a partition takes {median:.2f} s (median), {p99:.2f} s (p99)")
+        lines.append(f"  {rate}{words.counted(len(workers), 'worker')}; a partition takes {median:.2f} s (median), {p99:.2f} s (p99)")
         slow = sorted((number for number, taken in seconds.items() if taken > SLOW * median), key=lambda number: -seconds[number])
         if slow:
             lines.append(f"  slower than {SLOW} × the median: {_listed([f'{number} ({seconds[number]:.2f} s)' for number in slow])}")

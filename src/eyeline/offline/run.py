@@ -15,7 +15,7 @@ from eyeline.core.errors import Quarantined, Refused
 from eyeline.data.workers import At, Failed, Worker, receive
 from eyeline.offline.attempt import Job, Outcome, attempt
 from eyeline.offline.manifests import QUARANTINED, missing_numbers, quarantine, quarantined_numbers, roll_up, rolled_groups
-from eyeline.offline.on_ray import results_on_ray
+from eyeline.offline.on_ray import connected, results_on_ray
 from eyeline.offline.plan import Partition, Plan
 from eyeline.offline.store import Store
 
@@ -48,6 +48,14 @@ def shard_of(text: str | None) -> tuple[int, int]:
     if not found or not first.isdecimal() or not second.isdecimal() or not int(first) < int(second):
         raise Refused(f"--shard {text}: wanted I/N, the number of this job, from 0 to N-1, and how many there are: --shard 0/16")
     return int(first), int(second)
+
+
+def where_of(workers: int, shard: str | None, ray: str | None) -> Where:
+    """Where the options of a command say that a job runs. Refused for a share that does not exist, and a cluster that does not answer."""
+    where = Where(workers, *shard_of(shard), ray)
+    if ray is not None:
+        connected(ray)
+    return where
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,8 @@ def prepare_stage(run: Run, stage: str | None, folder: Path, epochs: int = 1, qu
         _say_share_done(folder, where)
         return
     size = sum(archive.bytes for archive in made.archives)
-    say(f"{folder}: {sum(archive.rows for archive in made.archives):,} samples in {len(made.archives):,} archives, {size:,} bytes. "
+    samples = counted(sum(archive.rows for archive in made.archives), "sample")
+    say(f"{folder}: {samples} in {counted(len(made.archives), 'archive')}, {size:,} bytes. "
         f"To train from it: stages.{chosen.name}.data.prepared={folder}")  # fmt: skip
 
 
