@@ -1382,6 +1382,12 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "parallel/test_slices.py::test_interleaved_slices_update_as_one_process[qwen3_vl]",
         ),
         (
+            "train/slices.py",
+            "lambda n: ranks.sum_next(model, ended[running[n]])",
+            "lambda n: ranks.sum_next(model, ())",
+            "parallel/test_slices.py::test_slices_sum_gradients_once_per_step_where_it_is_asked",
+        ),
+        (
             "train/saving.py",
             "        if name not in running.plan.copies:\n",
             "        if True:\n",

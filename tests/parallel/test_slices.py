@@ -61,6 +61,7 @@ HOW = {
     "gradient checkpointing": ("qwen3_5_vl-moe", Setup(checkpointing=True, sizes=PP), 2),
     "fsdp": ("qwen3_vl", Setup(sizes=MeshSizes(pp=2, dp_shard=2), momentum=0.9), 4),
     "fsdp, never resharded": ("llava", Setup(sizes=MeshSizes(pp=2, dp_shard=2, reshard_after_forward="never")), 4),
+    "summed once per step": ("qwen3_vl-moe", Setup(sizes=MeshSizes(pp=2, dp_shard=2, sync_each_batch=False), momentum=0.9), 4),
     "replicate": ("qwen3_vl", Setup(sizes=MeshSizes(pp=2, dp_replicate=2)), 4),
     "tp": ("qwen3_vl", Setup(sizes=MeshSizes(pp=2, tp=2)), 4),
     "cp": ("qwen3_5_vl", Setup(sizes=MeshSizes(pp=2, cp=2)), 4),
@@ -103,15 +104,17 @@ def test_slices_start_from_the_weights_that_one_process_draws(family: str) -> No
 
 
 class Sent(TorchDispatchMode):
-    """Counts what is sent to one rank, and received from one, by bytes."""
+    """Counts what is sent to one rank, and received from one, by bytes; and sums of gradients that ranks share out."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: Counter[tuple[str, int]] = Counter()
+        self.sums = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d" and (kind := func.__name__.split(".")[0]) in ("send", "recv_"):
             self.seen[kind, sum(x.nbytes for x in tree_leaves(args) if isinstance(x, Tensor))] += 1
+        self.sums += func.namespace == "c10d" and "reduce_scatter" in func.__name__
         return func(*args, **(kwargs or {}))
 
 
@@ -136,6 +139,23 @@ def test_a_slice_sends_one_tensor_per_micro_batch_and_direction() -> None:
     labelled = sum(any(d.labels_T.max() > IGNORE for d in pack) for pack in packs_of(case)[0][:4])  # others are not run
     each, asked = Counter({("send", x): labelled, ("recv_", x): labelled}), Counter({("send", 4): 1, ("recv_", 4): 1})
     assert on_ranks(2, sent) == [[each + asked, each]] * 2
+
+
+def test_slices_sum_gradients_once_per_step_where_it_is_asked() -> None:
+    case = FAMILIES["text"]
+
+    def sums(world: World, each: bool) -> int:
+        mesh = mesh_of(MeshSizes(pp=2, dp_shard=2, sync_each_batch=each), world, "cpu")
+        plan = cut_along_depth(shape(case.config), FULL, mesh)
+        place(plan, "cpu", mesh)
+        fill(plan, case.config, dict.fromkeys(plan.spec.parts, Seed(5)))
+        assert mesh is not None
+        with Sent() as sent:
+            add_gradients(plan.model, step_for(packs_of(case)[0][:1] * 6, world.rank % 2, 2), ranks_of(mesh), None, 0, 0)
+        return sent.sums
+
+    each, once = (on_ranks(4, lambda world, each=each: sums(world, each)) for each in (True, False))
+    assert all(once) and each == [3 * n for n in once]
 
 
 def test_slices_are_cut_where_the_most_expensive_costs_the_least() -> None:

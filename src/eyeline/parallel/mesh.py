@@ -74,10 +74,8 @@ def problems(sizes: MeshSizes, world: int | None, packs_per_step: int | None = N
     """Everything about the mesh that does not fit a number of ranks, with the arithmetic; of no number, what fits none."""
     if sizes.pp == 1 and sizes.pp_slices_per_rank > 1:
         yield f"mesh.pp_slices_per_rank={sizes.pp_slices_per_rank} is of pipeline parallelism, and mesh.pp is 1. Set pp, or leave it out"
-    if sizes.pp > 1 and not sizes.sync_each_batch:
-        yield f"mesh.sync_each_batch=false with mesh.pp={sizes.pp}: gradients are summed once per step there in any case. Leave it out"
     if sizes.pp > 1 and sizes.balance_images:
-        yield "mesh.balance_images deals images over all ranks, and with mesh.pp the first slice has the tower. Leave one of them out"
+        yield f"mesh.balance_images with mesh.pp={sizes.pp} is not there yet: only ranks with the first slice have the tower. Leave one out"
     if sizes.pp > 1 and sizes.vocab_parallel:
         yield f"mesh.vocab_parallel with mesh.pp={sizes.pp} is not there yet: first and last slice have the vocabulary. Leave it out"
     if sizes.vocab_parallel and sizes.tp == 1:

@@ -193,18 +193,22 @@ class SliceRun(nn.Module):
         self._coming, self._asked, self._next = coming, asked, 0
 
     def forward(self, *passed: Tensor) -> Passed | Tensor:
-        batch = self._coming[self._next]
-        self._next += 1
+        batch, number, self._next = self._coming[self._next], self._next, self._next + 1
         x_TD, before_2E = (*passed, None, None)[:2]
         out, routed = self._run[0](batch, self._blocks, x_TD)
         self._asked.routed(batch, self._layers, routed)
         if self._last:
-            return self._asked.loss(batch, out, before_2E)[None]
-        sent = (out,)
-        if self._asked.routing:
-            sent = (out, self._routing(routed, before_2E, out.device))
-        # frozen slices pass on what needs no gradient, and the next slice still sends one back
-        return tuple(x if x.requires_grad else x.requires_grad_() for x in sent)
+            given: Passed = (self._asked.loss(batch, out, before_2E)[None],)
+        elif self._asked.routing:
+            given = (out, self._routing(routed, before_2E, out.device))
+        else:
+            given = (out,)
+        for x in given:
+            if not x.requires_grad:  # frozen slices pass on what needs no gradient, and the next slice still sends one back
+                x.requires_grad_()
+        asked = self._asked
+        given[0].register_hook(lambda _: asked.backward(number))
+        return given[0] if self._last else given
 
     def _routing(self, routed: Sequence[Any], before_2E: Tensor | None, device: torch.device) -> Tensor:
         total_2E = torch.zeros(2, self._experts, device=device) if before_2E is None else before_2E

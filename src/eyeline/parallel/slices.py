@@ -125,4 +125,5 @@ class Asked(NamedTuple):
 
     routed: Callable[[Batch, Sequence[int], Sequence[Any]], None]  # told of a slice's MoE layers, by number, and what they routed
     loss: Callable[[Batch, Any, Tensor | None], Tensor]  # of the last slice's output, and the routing of slices before
+    backward: Callable[[int], None]  # told the number of a micro-batch, among those that run, before its backward pass
     routing: bool = False  # routing_2E is sent along

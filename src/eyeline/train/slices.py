@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from eyeline.core.batch import Batch, Budget
 from eyeline.core.errors import fitting
-from eyeline.core.plan import Plan
-from eyeline.core.step import Step
+from eyeline.core.plan import Part, Plan
+from eyeline.core.step import Slot, Step
 from eyeline.data.fetch.full_batch import full_batch
 from eyeline.models import flops
 from eyeline.models.decoder import Output
@@ -39,6 +39,14 @@ def cut_along_depth(plan: Plan[M], budget: Budget, mesh: Mesh | None) -> Plan[M]
     if mesh is None or mesh.pipeline is None:
         return plan
     return own_slices(plan, cuts_for(plan, budget, mesh.sizes.slices), mesh.pipeline.rank, mesh.pipeline.ranks)
+
+
+def parts_ended(slots: Sequence[Slot]) -> list[tuple[Part, ...]]:
+    """The parts, for each slot, that have got gradients in the step and get no more after it."""
+    language = [n for n, slot in enumerate(slots) if slot.counts.supervised][-1:]
+    images = [n for n, slot in enumerate(slots) if slot.counts.supervised and slot.image_gradients][-1:]
+    ends: dict[Part, list[int]] = {"language": language, "vision": images, "projector": images}
+    return [tuple(part for part, last in ends.items() if n in last) for n in range(len(slots))]
 
 
 def gradients_in_slices(
@@ -72,7 +80,8 @@ def gradients_in_slices(
     tokens = max(len(batch.tokens_T) for batch in data.batches)
     own = [ranks.rows(padded(data.batches[i].with_draws(seed, step), tokens)) for i in running]
     arriving = (batch for _, batch in on_device(own, device))
-    asked = Asked(routed, loss_of, tokens_NE is not None and isinstance(balance, Aux))
+    ended, model = parts_ended(data.slots), pipeline.plan.model
+    asked = Asked(routed, loss_of, lambda n: ranks.sum_next(model, ended[running[n]]), tokens_NE is not None and isinstance(balance, Aux))
     with fitting(f"a micro-batch of step {step + 1} ({tokens:,} tokens; {len(running)} micro-batches, of which several are under way)"):
         pipeline.run(arriving, len(own), len(own[0].tokens_T), asked)
     return total, added / supervised, divergence / supervised, tokens_NE

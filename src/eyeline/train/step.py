@@ -10,13 +10,12 @@ from torch import Tensor, nn
 
 from eyeline.core.batch import Batch, Counts
 from eyeline.core.errors import fitting
-from eyeline.core.plan import Part
-from eyeline.core.step import Slot, Step
+from eyeline.core.step import Step
 from eyeline.models.decoder import Output
 from eyeline.models.moe import Aux, Balance, Bias, balance_loss, move_biases
 from eyeline.parallel.copies import on_device
 from eyeline.parallel.ranks import Ranks
-from eyeline.train.slices import gradients_in_slices, outputs_in_slices
+from eyeline.train.slices import gradients_in_slices, outputs_in_slices, parts_ended
 
 Outcome = Literal["applied", "not finite", "no targets"]
 
@@ -131,14 +130,6 @@ def add_gradients(model: nn.Module, data: Step, ranks: Ranks, balance: Balance |
                 loss.backward()
             total += loss.detach()
     return Sums(total, added / supervised, divergence / supervised, tokens_NE)
-
-
-def parts_ended(slots: Sequence[Slot]) -> list[tuple[Part, ...]]:
-    """The parts, for each slot, that have got gradients in the step and get no more after it."""
-    language = [n for n, slot in enumerate(slots) if slot.counts.supervised][-1:]
-    images = [n for n, slot in enumerate(slots) if slot.counts.supervised and slot.image_gradients][-1:]
-    ends: dict[Part, list[int]] = {"language": language, "vision": images, "projector": images}
-    return [tuple(part for part, last in ends.items() if n in last) for n in range(len(slots))]
 
 
 def spread(tokens_NE: Tensor) -> tuple[Tensor, Tensor]:

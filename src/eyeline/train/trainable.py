@@ -161,7 +161,8 @@ def memory_of_slices(run: Run, index: int, config: Config, apart: NewRows | None
     for rank in sorted({0, 1, run.mesh.pp - 1}):  # from the second on, each has fewer micro-batches under way than the one before
         own = own_slices(plan_of(run, index, config, apart=apart), cuts, rank, run.mesh.pp)
         activations = activations_of_slices(own, stage.batch.budget, rank, run.mesh.pp, count)
-        memory = replace(memory_of(own, stage.optimizer, shards), activations=activations)
+        whole = shards > 1 and not run.mesh.sync_each_batch and count > 1
+        memory = replace(memory_of(own, stage.optimizer, shards, whole), activations=activations)
         most = memory if most is None or memory.total > most.total else most
     assert most is not None
     return most, ", ".join(f"{cut.start}–{cut.stop - 1}" if len(cut) > 1 else f"{cut.start}" for cut in cuts)
