@@ -194,6 +194,16 @@ def test_tilde_is_the_home_folder_in_every_path(monkeypatch: pytest.MonkeyPatch,
             "'cosine_with_min_lr' is called 'cosine' here.",
         ),
         (
+            ["stages.all.optimizer={kind: paged_adamw_8bit}"],
+            "stages.all.optimizer.kind: got 'paged_adamw_8bit'; there are adamw, muon. 'paged_adamw_8bit': AdamW in 8 bits is not there: "
+            "state_dtype: bf16 halves its moments, and offload: true keeps them on the host",
+        ),
+        (
+            ["stages.all.optimizer={kind: adamw, in_backward: true}"],
+            "stages.all.optimizer.in_backward: there is no such setting; an update inside the backward pass is not there yet: "
+            "optimizer.state_dtype and offload make AdamW's memory small",
+        ),
+        (
             ["logging_dir=logs"],
             "logging_dir: there is no such setting; trackers write into the folder `trackers` of the run folder: report_to names them",
         ),

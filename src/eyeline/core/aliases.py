@@ -41,6 +41,11 @@ ALIASES: dict[str, tuple[str, str]] = {
     "min_lr": ("schedule.min_lr_ratio", "it is a share of the rate"),
     "decay": ("schedule.decay_ratio", ""),
     "optim": ("optimizer.kind", ""),
+    "in_backward": ("", "an update inside the backward pass is not there yet: optimizer.state_dtype and offload make AdamW's memory small"),
+    "optimizer_in_backward": (
+        "",
+        "an update inside the backward pass is not there yet: optimizer.state_dtype and offload make AdamW's memory small",
+    ),
     "adam_beta1": ("optimizer.betas", "both in a list"),
     "adam_beta2": ("optimizer.betas", "both in a list"),
     "adam_epsilon": ("optimizer.eps", ""),
@@ -153,6 +158,16 @@ ALIASES: dict[str, tuple[str, str]] = {
     "virtual_pipeline_model_parallel_size": ("mesh.pp_slices_per_rank", ""),
     "pipeline_model_parallel_size": ("mesh.pp", ""),
     "pipeline_parallel_degree": ("mesh.pp", ""),
+}
+
+# values of a setting that are not there, and what is
+NOT_THERE: dict[tuple[str, str], str] = {
+    **{
+        ("kind", name): "AdamW in 8 bits is not there: state_dtype: bf16 halves its moments, and offload: true keeps them on the host"
+        for name in ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adamw_torch_8bit")
+    },
+    ("quantize", "int8"): "weights in 8 bits are not there: nf4 stores them in 4",
+    ("quantize", "fp4"): "it is not there, and nf4 takes as little memory with smaller errors",
 }
 
 # values of a setting that were called otherwise, or are elsewhere

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from eyeline.core.aliases import ALIASES, VALUES
+from eyeline.core.aliases import ALIASES, NOT_THERE, VALUES
 from eyeline.core.errors import closest, nearest
 from eyeline.core.plan import PARTS
 
@@ -149,6 +149,8 @@ def _renamed(place: _Place, siblings: list[str], root: Any) -> str | None:
 
 def _other_word(setting: str, got: Any) -> str:
     """A hint for a value that is called by another name here."""
+    if isinstance(got, str) and (setting, got) in NOT_THERE:
+        return f" {got!r}: {NOT_THERE[setting, got]}"
     word = VALUES.get((setting, got)) if isinstance(got, str) else None
     return f" {got!r} is called {word!r} here." if word else ""
 

@@ -74,7 +74,7 @@ class Choice:
                 f"{one.packing.budget.patches:,}",
                 ("" if one.packing.settled else "about ") + percent(one.packing.waste),
                 percent(one.packing.lost),
-                "more" if one.memory is None else gib(one.memory.total),
+                "more than it has" if one.memory is None else gib(one.memory.total),
             )
             for one in self.tried
         ]
