@@ -5,7 +5,7 @@ import torch
 from eyeline.core.plan import part_of
 from eyeline.data.fetch.batches import batch_of
 from eyeline.models.layers import EVERY_BLOCK
-from eyeline.models.lora import LoRA, adapters, targets_of
+from eyeline.models.lora import EXPERTS_TARGET, LoRA, adapters, targets_of
 from tests.models import parity
 from tests.models.cases import each_case, each_typical_case_and
 from tests.models.freezing import WAYS, ready
@@ -47,7 +47,8 @@ def test_adapters_go_where_the_facts_say_and_merge_exactly(case: Case):
         lora = LoRA(rank=3, alpha=7, targets=targets)
         ready(model, spec, {"language": lora})
         known = targets_of(model, spec, "language")
-        assert set(adapters(model)) == {n for t, names in known.items() if targets == "all-linear" or t in targets for n in names}
+        wanted = set(known) - {EXPERTS_TARGET} if targets == "all-linear" else set(targets)
+        assert set(adapters(model)) == {n for t in wanted for n in known[t]}
         assert {part_of(n) for n in adapters(model)} == {"language"}
         want = parity.logits_of(model, batch)
         assert (want - plain).abs().max() > 0.1
