@@ -38,7 +38,8 @@ def wanted_scores(folder: Path, images: Sequence[Path], texts: Sequence[str]) ->
     process = (Siglip2ImageProcessorPil if naflex else SiglipImageProcessorPil).from_pretrained(folder)
     tokens = PreTrainedTokenizerFast.from_pretrained(folder)
     length = model.config.text_config.max_position_embeddings
-    ids = tokens(list(texts), padding="max_length", truncation=True, max_length=length, return_tensors="pt")["input_ids"]
+    said = [text.lower() if naflex else text for text in texts]  # as Siglip2Tokenizer does
+    ids = tokens(said, padding="max_length", truncation=True, max_length=length, return_tensors="pt")["input_ids"]
     rgb = [Pillow.open(path).convert("RGB") for path in images]
     out = model(input_ids=ids, **process(rgb, return_tensors="pt"))
     return (out.image_embeds @ out.text_embeds.T).numpy()

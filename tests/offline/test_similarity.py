@@ -27,7 +27,7 @@ from tests.offline.alarmed import AlarmedTowers
 from tests.offline.signal_files import files_of
 from tests.train.recipe import tiny_recipe
 
-ANSWERS = ["a circle", "it is blue", "how many corners has the square in this image, and which colour is it?"]
+ANSWERS = ["a circle", "It is BLUE", "how many corners has the square in this image, and which colour is it?"]
 
 
 @pytest.fixture

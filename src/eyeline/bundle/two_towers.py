@@ -73,7 +73,8 @@ class TwoTowers:
     def text_vectors(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """A vector of length 1 for each text, all of them in one pass."""
         model, tokenizer, here = self._loaded
-        ids = tokenizer(list(texts), padding="max_length", truncation=True, max_length=self.config.text.max_positions)["input_ids"]
+        said = [text.lower() if self.config.lower_case else text for text in texts]
+        ids = tokenizer(said, padding="max_length", truncation=True, max_length=self.config.text.max_positions)["input_ids"]
         with fitting("a batch of texts"):
             return model.texts(torch.tensor(ids, device=here.device)).cpu().numpy()
 

@@ -34,6 +34,7 @@ class Config(Settings):
 
     vision: siglip2.Config
     text: TextConfig
+    lower_case: bool = False  # texts are put in lower case first
 
     @model_validator(mode="after")
     def _fits(self) -> "Config":

@@ -50,4 +50,5 @@ def from_hf(config_json: Json, preprocessor_json: Json | None) -> Config:
         "eps": number(where, text, "layer_norm_eps", 1e-6),
     }
     vision = siglip2.from_hf(config_json, preprocessor_json)
-    return record_of("config.json", Config, {"vision": vision, "text": record_of(where, TextConfig, found)})
+    lower_case = kind == "siglip2"  # as `Siglip2Tokenizer` does, whatever tokenizer.json says
+    return record_of("config.json", Config, {"vision": vision, "text": record_of(where, TextConfig, found), "lower_case": lower_case})
