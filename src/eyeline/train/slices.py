@@ -1,6 +1,6 @@
 """The micro-batches of a step where ranks have slices of the model: what `step.py` does pass by pass, by the schedule of a pipeline."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from eyeline.core.batch import Batch, Budget
 from eyeline.core.errors import fitting
 from eyeline.core.plan import Part, Plan
-from eyeline.core.step import Slot, Step
+from eyeline.core.step import Step
 from eyeline.data.fetch.full_batch import full_batch
 from eyeline.models import flops
 from eyeline.models.decoder import Output
@@ -41,20 +41,12 @@ def cut_along_depth(plan: Plan[M], budget: Budget, mesh: Mesh | None) -> Plan[M]
     return own_slices(plan, cuts_for(plan, budget, mesh.sizes.slices), mesh.pipeline.rank, mesh.pipeline.ranks)
 
 
-def parts_ended(slots: Sequence[Slot]) -> list[tuple[Part, ...]]:
-    """The parts, for each slot, that have got gradients in the step and get no more after it."""
-    language = [n for n, slot in enumerate(slots) if slot.counts.supervised][-1:]
-    images = [n for n, slot in enumerate(slots) if slot.counts.supervised and slot.image_gradients][-1:]
-    ends: dict[Part, list[int]] = {"language": language, "vision": images, "projector": images}
-    return [tuple(part for part, last in ends.items() if n in last) for n in range(len(slots))]
-
-
 def gradients_in_slices(
-    data: Step, ranks: Ranks, pipeline: "Pipeline", balance: Balance | None, seed: int, step: int
+    data: Step, ended: Sequence[Collection[Part]], ranks: Ranks, pipeline: "Pipeline", balance: Balance | None, seed: int, step: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Run the micro-batches that have labels on some rank forward and backward. What this rank adds to the step: the loss, of which what
     balances experts, and the divergence from a teacher (from the last slice); and the tokens of the experts of all layers, not zero for
-    those that are here."""
+    those that are here. `ended`: `step.py: parts_ended`."""
     device, supervised = next(pipeline.plan.model.parameters()).device, data.counts.supervised
     total, added, divergence = (torch.zeros((), device=device) for _ in range(3))
     layers, experts = pipeline.moe_layers, pipeline.plan.spec.language.experts
@@ -80,7 +72,7 @@ def gradients_in_slices(
     tokens = max(len(batch.tokens_T) for batch in data.batches)
     own = [ranks.rows(padded(data.batches[i].with_draws(seed, step), tokens)) for i in running]
     arriving = (batch for _, batch in on_device(own, device))
-    ended, model = parts_ended(data.slots), pipeline.plan.model
+    model = pipeline.plan.model
     asked = Asked(routed, loss_of, lambda n: ranks.sum_next(model, ended[running[n]]), tokens_NE is not None and isinstance(balance, Aux))
     with fitting(f"a micro-batch of step {step + 1} ({tokens:,} tokens; {len(running)} micro-batches, of which several are under way)"):
         pipeline.run(arriving, len(own), len(own[0].tokens_T), asked)

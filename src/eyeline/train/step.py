@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from eyeline.core.batch import Batch, Counts
 from eyeline.core.errors import fitting
-from eyeline.core.step import Step
+from eyeline.core.plan import Part
+from eyeline.core.step import Slot, Step
 from eyeline.models.decoder import Output
 from eyeline.models.moe import Aux, Balance, Bias, balance_loss, move_biases
 from eyeline.parallel.copies import on_device
 from eyeline.parallel.ranks import Ranks
-from eyeline.train.slices import gradients_in_slices, outputs_in_slices, parts_ended
+from eyeline.train.slices import gradients_in_slices, outputs_in_slices
 
 Outcome = Literal["applied", "not finite", "no targets"]
 
@@ -104,7 +105,7 @@ class Sums(NamedTuple):
 def add_gradients(model: nn.Module, data: Step, ranks: Ranks, balance: Balance | None, seed: int, step: int) -> Sums:
     """Run the micro-batches that have labels on some rank forward and backward: their gradients are then at the parameters."""
     if ranks.pipeline is not None:
-        return Sums(*gradients_in_slices(data, ranks, ranks.pipeline, balance, seed, step))
+        return Sums(*gradients_in_slices(data, parts_ended(data.slots), ranks, ranks.pipeline, balance, seed, step))
     supervised, device = data.counts.supervised, next(model.parameters()).device
     total, added, divergence = (torch.zeros((), device=device) for _ in range(3))
     tokens_NE: Tensor | None = None
@@ -130,6 +131,14 @@ def add_gradients(model: nn.Module, data: Step, ranks: Ranks, balance: Balance |
                 loss.backward()
             total += loss.detach()
     return Sums(total, added / supervised, divergence / supervised, tokens_NE)
+
+
+def parts_ended(slots: Sequence[Slot]) -> list[tuple[Part, ...]]:
+    """The parts, for each slot, that have got gradients in the step and get no more after it."""
+    language = [n for n, slot in enumerate(slots) if slot.counts.supervised][-1:]
+    images = [n for n, slot in enumerate(slots) if slot.counts.supervised and slot.image_gradients][-1:]
+    ends: dict[Part, list[int]] = {"language": language, "vision": images, "projector": images}
+    return [tuple(part for part, last in ends.items() if n in last) for n in range(len(slots))]
 
 
 def spread(tokens_NE: Tensor) -> tuple[Tensor, Tensor]:
