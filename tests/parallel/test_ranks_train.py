@@ -12,6 +12,8 @@ import pytest
 
 from eyeline.train import loop
 from eyeline.train.run import Run, to_yaml
+from tests import ranks
+from tests.forked import run_command
 from tests.parallel.whole_runs import bits, lines, run_of, train, weights
 
 pytestmark = pytest.mark.ranks
@@ -74,6 +76,20 @@ def test_ranks_that_share_packs_train_what_one_process_does(mesh: str, tmp_path:
     train(run_of(tmp_path, "many", mesh, *PLAIN), 2)
     assert_same_course(many, one)
     assert {name: x.shape for name, x in weights(many).items()} == {name: x.shape for name, x in weights(one).items()}
+
+
+@pytest.mark.slow
+def test_slices_start_from_a_folder_as_one_process_does(tmp_path: Path) -> None:
+    """Tied weights are read into both of their copies."""
+    first, folder = run_of(tmp_path, "first", "stages.whole.steps=1", "stages.adapt.steps=1"), tmp_path / "exported"
+    train(first, 1)
+    export = ranks.start(1, lambda: run_command("export", str(first.out), str(folder)), tmp_path / "export.store")
+    assert ranks.wait(export) == [0]
+    start_there = f"model={{path: {folder}}}"
+    one, many = run_of(tmp_path, "one", *PLAIN[1:], start_there), run_of(tmp_path, "many", *PLAIN[1:], start_there, "mesh.pp=2")
+    train(one, 1)
+    train(many, 2)
+    assert_same_course(many, one)
 
 
 def stop_after(step: int, at_rank: int) -> Callable[[int], None]:

@@ -178,7 +178,9 @@ def _dense_shape(entry: Entry) -> tuple[int, ...]:
 def _put(plan: Plan[Model], name: str, value: Tensor) -> set[str]:
     """Fill a weight as the plan stores it; the names of the tensors that were filled."""
     x = tensor_of(plan.model, name)
-    if plan.table[name].storage != "nf4":
+    if x.is_meta:  # of a slice of the model that another rank has
+        return {name}
+    if plan.whole[name].storage != "nf4":
         put(x, value)
         return {name}
     largest = f"{name.removesuffix('weight')}largest"
