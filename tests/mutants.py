@@ -1285,6 +1285,12 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
     "axes": [
         (
             "parallel/pieces.py",
+            "register_forward_hook(leave, always_call=True)",
+            "register_forward_hook(leave)",
+            "parallel/test_axes.py::test_axes_together_update_as_one_process[tp gradient checkpointing]",
+        ),
+        (
+            "parallel/pieces.py",
             "return [Partial()] if",
             "return [Replicate()] if",
             "parallel/test_axes.py::test_axes_together_update_as_one_process[tp adapters]",

@@ -58,3 +58,21 @@ SELDOM = ("cp adapters", "ep gradient checkpointing", "fsdp x tp adapters", "hsd
 def test_axes_together_update_as_one_process(name: str) -> None:
     family, setup, ranks = HOW[name]
     compare((EVEN if setup.sizes.vocab_parallel else FAMILIES)[family], setup, ranks)
+
+
+COMPILED = {
+    "tp": ("qwen3_vl", Setup(sizes=MeshSizes(tp=2), compiles=True, checkpointing=True, steps=1, backend="aot_eager"), 2),
+    "cp, experts": ("qwen3_5_vl-moe", Setup(sizes=MeshSizes(cp=2), compiles=True, steps=1, backend="aot_eager"), 2),
+    "fsdp x tp adapters": (
+        "qwen3_5_vl",
+        Setup({"language": "adapters"}, dora=True, sizes=MeshSizes(tp=2), compiles=True, steps=1, backend="aot_eager"),
+        4,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "tp" else pytest.mark.slow) for name in COMPILED])
+def test_compiled_blocks_with_collectives_update_as_one_process(name: str) -> None:
+    """Each block is one graph, with its collectives and what is recomputed inside: a break in a graph is an error."""
+    family, setup, ranks = COMPILED[name]
+    compare(FAMILIES[family], setup, ranks)

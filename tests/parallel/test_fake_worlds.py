@@ -25,6 +25,7 @@ from eyeline.checkpoint.pieces import covers, pieces_of
 from eyeline.core.plan import Plan
 from eyeline.core.shards import held
 from eyeline.core.world import World
+from eyeline.kernels.opaque import FUNCTIONS
 from eyeline.models.shape import shape
 from eyeline.parallel import experts as experts_of_ranks
 from eyeline.parallel.mesh import Mesh, MeshSizes, mesh_of
@@ -183,7 +184,7 @@ class Collectives(TorchDispatchMode):
         super().__init__()
         self.seen: Counter[Collective] = Counter()
         self.everyone = mesh.everyone.group_name
-        every = {"dp": mesh.shard.get_group(mesh.shard.ndim - 1)}
+        every: dict[str, Any] = {"dp": mesh.shard.get_group(mesh.shard.ndim - 1)}
         for axis, of in (("dp", mesh.split), ("dp", mesh.experts), ("ep", mesh.ep)):
             if of is not None:
                 every[f"{axis} {id(of)}"] = of.get_group(of.ndim - 1)
@@ -194,6 +195,9 @@ class Collectives(TorchDispatchMode):
         self.axes = {group.group_name: axis.partition(" ")[0] for axis, group in every.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in FUNCTIONS:  # an operator of ours: what is in it counts
+            with self:
+                return FUNCTIONS[func](*args, **(kwargs or {}))
         if func.namespace == "c10d":
             kind = next(name for name in ("gather", "scatter", "alltoall", "reduce") if name in str(func)).replace("alltoall", "all_to_all")
             groups = [x for x in tree_leaves(args) if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())]

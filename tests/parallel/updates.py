@@ -71,6 +71,7 @@ class Setup:
     new_rows: NewRows | None = None
     sizes: MeshSizes = field(default_factory=MeshSizes)
     compiles: bool = False  # the blocks on the ranks
+    backend: str = "eager"  # of what is compiled
 
 
 def unlabelled(document: Document) -> Document:
@@ -174,7 +175,7 @@ def train(case: Case, setup: Setup, world: World = ALONE) -> Trained:
     before = whole({name: x for name, x, _ in plan.tensors()})
     plan.model.train()
     if setup.compiles and world.size > 1:
-        compile_blocks(plan, backend="eager")
+        compile_blocks(plan, backend=setup.backend)
     optimizer = Descent(plan, setup.momentum)
     ranks: Ranks = ONE_DEVICE if mesh is None else ranks_of(mesh)
     reports = [

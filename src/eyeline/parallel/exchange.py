@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from eyeline.kernels.opaque import opaque
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -18,31 +20,58 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def _ranks(name: str) -> Any:
+    return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore[reportArgumentType]  # a name is a string
+
+
+# Operators of ours, so that a compiled block is one graph with its collectives inside: ranks are known by the name of their group
+
+
+@opaque(lambda x, _, n: x.new_empty(x.shape[0] * n, *x.shape[1:]))
+def _gather(x: Tensor, ranks: str, n: int) -> Tensor:
+    out = x.new_empty(len(x) * n, *x.shape[1:])
+    _all_gather(out, x.contiguous(), group=_ranks(ranks))
+    return out
+
+
+@opaque(lambda x, _, n: x.new_empty(x.shape[0] // n, *x.shape[1:]))
+def _sum_parts(x: Tensor, ranks: str, n: int) -> Tensor:
+    out = x.new_empty(len(x) // n, *x.shape[1:])
+    _reduce_scatter(out, x.contiguous(), group=_ranks(ranks))
+    return out
+
+
+@opaque(lambda x, _: torch.empty_like(x))
+def _sum(x: Tensor, ranks: str) -> Tensor:
+    out = x.clone()
+    dist.all_reduce(out, group=_ranks(ranks))
+    return out
+
+
+@opaque(lambda x, _sends, receives, _ranks: x.new_empty(sum(receives), *x.shape[1:]))
+def _exchange(x: Tensor, sends: list[int], receives: list[int], ranks: str) -> Tensor:
+    out = x.new_empty(sum(receives), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), receives, sends, group=_ranks(ranks))
+    return out
+
+
 def gathered(x: Tensor, ranks: "ProcessGroup") -> Tensor:
     """The rows of all ranks, in their order. Without gradients."""
-    out = x.new_empty(len(x) * ranks.size(), *x.shape[1:])
-    _all_gather(out, x.contiguous(), group=ranks)
-    return out
+    return _gather(x, ranks.group_name, ranks.size())
 
 
 def exchanged(x: Tensor, sends: Sequence[int], receives: Sequence[int], ranks: "ProcessGroup") -> Tensor:
     """sends[r] rows go to rank r, receives[r] come from it. Without gradients."""
-    out = x.new_empty(sum(receives), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), list(receives), list(sends), group=ranks)
-    return out
+    return _exchange(x, list(sends), list(receives), ranks.group_name)
 
 
 def summed(x: Tensor, ranks: "ProcessGroup") -> Tensor:
     """The sum over ranks. Without gradients."""
-    out = x.clone()
-    dist.all_reduce(out, group=ranks)
-    return out
+    return _sum(x, ranks.group_name)
 
 
 def _summed(x: Tensor, ranks: "ProcessGroup") -> Tensor:
-    out = x.new_empty(len(x) // ranks.size(), *x.shape[1:])
-    _reduce_scatter(out, x.contiguous(), group=ranks)
-    return out
+    return _sum_parts(x, ranks.group_name, ranks.size())
 
 
 class _Gathered(torch.autograd.Function):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate
 from eyeline.core.plan import INPUTS, Entry, Plan
 from eyeline.parallel.exchange import gather_rows, sum_rows, summed
 from eyeline.parallel.mesh import Mesh
-from eyeline.parallel.pieces import along, cut, in_pieces
+from eyeline.parallel.pieces import along, around, cut, in_pieces
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -46,7 +46,10 @@ def cut_branches(plan: Plan[Any], mesh: Mesh) -> None:
             layer = path.rpartition(".")[0]
             if path.startswith(f"{name}.") and plan.table[f"{layer}.weight"].split == INPUTS:
                 plan.model.set_submodule(path, LengthsOverColumns(ranks))
-        in_pieces(branch, lambda x: gather_rows(x, ranks), lambda x: sum_rows(x, ranks))
+        around(branch, lambda x: gather_rows(x, ranks), lambda x: sum_rows(x, ranks))
+    for name in plan.blocks["language"]:  # around the block, so that its graph, where it is compiled, knows nothing of it
+        branches = [plan.model.get_submodule(branch) for branch in plan.branches if branch.startswith(f"{name}.")]
+        in_pieces(plan.model.get_submodule(name), within=branches)
 
 
 def _cut(module: nn.Module, leaf: str, entry: Entry, mesh: Mesh) -> None:
