@@ -1,5 +1,6 @@
 """Memory that is counted without a device: by hand, in the order that recomputation says, and blocks that are chosen for a budget."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,12 @@ from eyeline.core.errors import Refused
 from eyeline.core.plan import Plan
 from eyeline.models.layers import EVERY_BLOCK, NEVER, Recompute
 from eyeline.models.shape import shape
+from eyeline.recipes.read import read_recipe
+from eyeline.study.roofline.sizes import config_of
 from eyeline.train.memory import Allocated, activations_of, fewest_recomputed, memory_of
 from eyeline.train.optim import AdamW
-from eyeline.train.trainable import plan_of
+from eyeline.train.trainable import needed_memory, plan_of
+from tests.documented import ROOT
 from tests.models.cases import ALL
 from tests.train.recipe import tiny_run
 
@@ -90,3 +94,23 @@ def test_a_recipe_gives_the_memory_of_a_device(tmp_path: Path) -> None:
     plan = plan_of(tiny_run(tmp_path, setting.format((device - 1) / 1e9)), 0, config)
     assert plan.model.language.recompute.blocks == {0}
     assert memory_of(plan, AdamW()).activations == 0
+
+
+ROWS = re.findall(r"^\| (Qwen\S+) (\S+), (LoRA|QLoRA|in full) \| ([\d.]+) GB \|(.*)\|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+CARDS = (24, 48, 80, 141)  # GB
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "how", "memory", "fits"),
+    [pytest.param(*row, id=" ".join(row[:3]), marks=[] if row[1:3] == ("2B", "LoRA") else [pytest.mark.slow]) for row in ROWS],
+)
+def test_what_fits_is_as_the_readme_says(family: str, size: str, how: str, memory: str, fits: str) -> None:
+    overrides = ["stages.tune.gradient_checkpointing=true"] + ["stages.tune.trains.language.quantize=nf4"] * (how == "QLoRA")
+    run = read_recipe(f"{family.lower()}-{'full' if how == 'in full' else 'lora'}", overrides)
+    needed = needed_memory(run, 0, config_of(f"{family}-{size}".lower()), None, 1, whole_gradients=False).total / 1e9
+    assert memory == (f"{needed:.1f}" if needed < 100 else f"{needed:.0f}")
+    assert [one.strip() for one in fits.split("|")] == ["yes" if needed <= 0.9 * card else "no" for card in CARDS]
+
+
+def test_the_readme_has_a_table_of_what_fits() -> None:
+    assert len(ROWS) == 9
