@@ -1775,6 +1775,42 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "train/test_metrics.py::test_probabilities_are_means_over_supervised_tokens",
         ),
         (
+            "study/explain/rules.py",
+            '"share": Threshold(0.1,',
+            '"share": Threshold(0.5,',
+            "study/test_explain.py::test_a_tenth_of_wall_time_names_a_cause",
+        ),
+        (
+            "study/explain/rules.py",
+            "max(trace.busy_s - trace.chained_s, shortest_s)",
+            "trace.busy_s - trace.chained_s",
+            "study/test_explain.py::test_shorter_kernels_win_nothing_where_the_host_is_slower",
+        ),
+        (
+            "study/explain/rules.py",
+            "    if is_one_worker(run) or is_one_rank(run):\n",
+            "    if is_one_worker(run):\n",
+            "study/test_explain.py::test_waits_of_one_rank_alone_are_its_workers",
+        ),
+        (
+            "study/explain/run_facts.py",
+            "seen[step.attempt, step.stage_index] > WARM_UP",
+            "seen[step.attempt, step.stage_index] > 0",
+            "study/test_explain.py::test_the_first_steps_of_each_stage_and_attempt_are_left_out",
+        ),
+        (
+            "study/explain/run_facts.py",
+            'least[line["global_step"]] = min(least.get(line["global_step"], float("inf")), line["communication_s"])',
+            'least[line["global_step"]] = line["communication_s"] + least.get(line["global_step"], 0.0)',
+            "study/test_explain.py::test_exchange_is_that_of_the_rank_that_waits_least",
+        ),
+        (
+            "study/explain/trace_facts.py",
+            "            open_at.pop(stream, None)\n",
+            "            pass\n",
+            "study/test_explain.py::test_a_trace_by_hand_has_its_times",
+        ),
+        (
             "study/trace.py",
             'max(event["dur"] - inner[number], 0.0)',
             'event["dur"]',

@@ -51,6 +51,7 @@ Ray = Annotated[
 ]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change: seed=1 stages.tune.steps=100")]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", parser=_path, help="A run folder.", show_default=False)]
+JsonFile = Annotated[Path | None, typer.Option(metavar="PATH", parser=_path, help="A JSON file to write.", show_default=False)]
 Nproc = Annotated[int, typer.Option(min=1, help="Ranks (processes) to start on this machine, one per GPU.")]
 ModelFolder = Annotated[
     Path, typer.Argument(metavar="MODEL", parser=_path, help="A run folder, or a folder that export or import made.", show_default=False)
@@ -554,18 +555,41 @@ def watch(
     serve(runs, port)
 
 
-@app.command(epilog="Example: eyeline explain --hang runs/mine")
+@app.command(
+    epilog="Example: eyeline explain runs/mine   (a profile: eyeline explain runs/profile-mine; a hang: eyeline explain --hang runs/mine)"
+)
 def explain(
-    run: RunFolder,
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN|TRACE", parser=_path, help="A run folder; or what `profile` wrote: its folder or trace.", show_default=False
+        ),
+    ],
     hang: Annotated[bool, typer.Option("--hang", help="What the ranks did when the run hung, or lost one of them.")] = False,
+    out: JsonFile = None,
 ) -> None:
-    """Explain what went wrong in a run, from what its ranks have written: --hang says which rank issued other collectives."""
-    from eyeline.study.hang import explain_hang
+    """Name the causes of lost time, the largest first: evidence, the most that could be won, and what to try; or say that nothing stands
+    out. With --hang: which rank of a run that hung or crashed issued other collectives."""
+    if hang:
+        from eyeline.study.hang import explain_hang
 
-    if not hang:
-        raise Refused("name what to explain: --hang")
-    for line in explain_hang(run):
+        if out is not None:
+            raise Refused("--hang writes no JSON. Leave --out out")
+        for line in explain_hang(path):
+            say(line)
+        refuse_lost_output()
+        return
+    from eyeline.study.explain.explain import as_json, lines
+    from eyeline.study.explain.explain import explain as explain_time
+
+    found = explain_time(path)
+    for line in lines(found):
         say(line)
+    if out is not None:
+        from eyeline.core.files import write_json
+
+        write_json(out, as_json(found))
+        say(f"written: {out}")
     refuse_lost_output()
 
 
@@ -625,7 +649,6 @@ Size = Annotated[str | None, typer.Option(help="A published model in place of th
 Tokens = Annotated[int | None, typer.Option(min=1, help="Tokens of a micro-batch. [default: the recipe's]", show_default=False)]
 Patches = Annotated[int | None, typer.Option(min=0, help="Patches of a micro-batch. [default: the recipe's]", show_default=False)]
 Packs = Annotated[int | None, typer.Option(min=1, help="Micro-batches of a step. [default: the recipe's]", show_default=False)]
-JsonFile = Annotated[Path | None, typer.Option(metavar="PATH", parser=_path, help="A JSON file to write.", show_default=False)]
 
 
 @bench.command(name="step", epilog="Example: eyeline bench step qwen3-vl-lora --size qwen3-vl-2b compile=blocks")

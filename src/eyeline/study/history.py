@@ -54,7 +54,6 @@ class Step(Line):
     hfu: float | None = None  # the same with what is recomputed
     allocator_retries: int | None = None
     imbalance: dict[str, float | None] = {}  # by part, work of the busiest rank over an equal share
-    slow_ranks: tuple[int, ...] = ()
     epoch: float | None = None  # epochs of the stage's data done
 
     @model_validator(mode="before")

@@ -9,7 +9,8 @@ from typing import Any
 
 from eyeline.core.errors import Refused
 from eyeline.core.words import counted, percent
-from eyeline.study.explain.rules import OF_PROFILE, OF_RUNS, OF_STEPS, OF_TRACES, THRESHOLDS, Finding, Names, largest_first
+from eyeline.study.explain.findings import Finding, largest_first, names_of
+from eyeline.study.explain.rules import OF_PROFILE, OF_RUNS, OF_STEPS, OF_TRACES, THRESHOLDS
 from eyeline.study.explain.run_facts import RunFacts, facts_of_run
 from eyeline.study.explain.trace_facts import TraceFacts, facts_of_trace
 
@@ -25,6 +26,7 @@ class Explained:
     steps: int
     causes: list[Finding]
     spent: Mapping[str, float]  # shares of the wall time, largest first
+    remarks: list[str]  # what these numbers cannot show
 
 
 def explain(path: Path) -> Explained:
@@ -35,17 +37,17 @@ def explain(path: Path) -> Explained:
         return explained_trace(trace, path)
     if (path / "metrics.jsonl").is_file():
         facts = facts_of_run(path)
-        names = Names(str(path / "recipe.yaml"), facts.stage)
-        causes = largest_first([rule(facts, names) for rule in OF_RUNS])
-        return Explained(OF_STEPS, facts.wall_s, facts.steps, causes, spent_of_run(facts))
+        causes = largest_first([rule(facts) for rule in OF_RUNS])
+        return Explained(OF_STEPS, facts.wall_s, facts.steps, causes, spent_of_run(facts), remarks(facts, bool(causes)))
+    if not path.exists():
+        raise Refused(f"{path} does not exist")
     raise Refused(f"{path} has no metrics.jsonl and no trace.json: give a run folder, or what `eyeline profile` wrote")
 
 
 def explained_trace(trace: Path, folder: Path) -> Explained:
-    facts = facts_of_trace(read_events(trace))
-    recipe = folder / "run" / "recipe.yaml"
-    causes = largest_first([rule(facts, Names(str(recipe) if recipe.is_file() else "RECIPE", "")) for rule in OF_TRACES])
-    return Explained(OF_PROFILE, facts.wall_s, facts.steps, causes, spent_of_trace(facts))
+    facts = facts_of_trace(read_events(trace), names_of(folder / "run", "", 1))
+    causes = largest_first([rule(facts) for rule in OF_TRACES])
+    return Explained(OF_PROFILE, facts.wall_s, facts.steps, causes, spent_of_trace(facts), [])
 
 
 def read_events(path: Path) -> list[Mapping[str, Any]]:
@@ -62,10 +64,11 @@ def spent_of_run(facts: RunFacts) -> dict[str, float]:
 
 
 def spent_of_trace(facts: TraceFacts) -> dict[str, float]:
-    """Shares that overlap: the host and a GPU work at the same time."""
+    """Shares that overlap: the host and a GPU work at the same time, and compiling is in operators."""
     busy = {"GPU busy": facts.busy_s, "GPU idle": facts.idle_s, "host active": facts.host_s} if facts.gpu else {}
     own = {} if facts.gpu else {"operators": facts.busy_s, "Python": facts.host_s}
-    return ordered({name: s / facts.wall_s for name, s in {**busy, **own, "data wait": facts.data_wait_s}.items()})
+    more = {"data wait": facts.data_wait_s, "compiling": facts.compile_s, "communication alone": facts.exchange_s}
+    return ordered({name: s / facts.wall_s for name, s in {**busy, **own, **more}.items()})
 
 
 def ordered(shares: Mapping[str, float]) -> dict[str, float]:
@@ -84,8 +87,19 @@ def lines(found: Explained) -> Iterator[str]:
     if not found.causes:
         yield f"nothing stands out: no cause takes {percent(THRESHOLDS['share'].value)} of the wall time or more"
     yield "time: " + ", ".join(f"{name.replace('_', ' ')} {percent(share)}" for name, share in found.spent.items() if share >= 0.0005)
-    if found.of == OF_STEPS and not found.causes:
-        yield "kernels, host reads and compiling are not in a run's metrics: eyeline profile RECIPE, then eyeline explain on its folder"
+    yield from found.remarks
+
+
+def remarks(facts: RunFacts, is_explained: bool) -> list[str]:
+    """What the metrics of this run cannot show, and what can."""
+    found = []
+    if facts.names.world > 1 and not facts.ranks:
+        found.append("slow ranks, and the workers of a rank, are seen with metrics_for_all_ranks=true only")
+    if not is_explained:
+        found.append(
+            f"what happens inside of compute is not in metrics: eyeline profile {facts.names.recipe}, and eyeline explain on its folder"
+        )
+    return found
 
 
 def as_json(found: Explained) -> dict[str, Any]:

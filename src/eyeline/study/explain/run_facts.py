@@ -10,10 +10,11 @@ from typing import Any
 import yaml
 
 from eyeline.core.errors import Refused
+from eyeline.study.explain.findings import Names, names_of
 from eyeline.study.history import Step, json_lines, read_history
 from eyeline.study.ledger import LOST, read_ledger
+from eyeline.study.side_by_side import WARM_UP
 
-WARM_UP = 3  # first steps of each stage of each attempt: kernels are chosen, caches are filled, and the loader has nothing prefetched
 NOT_OF_STEPS = ("startup", "compile")  # paid once per attempt or stage, not per step
 WAITED = 0.1  # a step has waited for data if that took at least this share of a mean step: shorter waits are not seen among others
 
@@ -38,7 +39,6 @@ class RunFacts:
     waiting_steps: int  # steps that waited for data, on the rank that waited for the longest time
     workers: int | None  # processes that decode, on each rank; None if its recipe does not say
     ranks: Mapping[int, RankFacts]  # empty without `metrics_for_all_ranks`
-    slow_ranks: Sequence[int]  # named by the run itself
     exchange_s: float  # exposed communication of the rank that waited least in each step: what others had more is waiting for slower ranks
     unequal_s: float  # computed by the rank with the most work in each step, beyond an equal share
     imbalance: Mapping[str, float]  # by part, the mean over steps: work of the busiest rank over an equal share
@@ -49,7 +49,7 @@ class RunFacts:
     lost_s: float  # of that, steps that were done again
     lost_steps: int
     attempts: int
-    stage: str  # the stage with the most of these steps
+    names: Names  # the stage is the one with the most of these steps
 
 
 def facts_of_run(folder: Path) -> RunFacts:
@@ -76,7 +76,6 @@ def facts_of_run(folder: Path) -> RunFacts:
         waiting_steps=most.waiting_steps if most else waiting(waits, wall_s / len(warm)),
         workers=workers_of(folder / "recipe.yaml", stage),
         ranks=ranks,
-        slow_ranks=sorted({rank for step in warm for rank in step.slow_ranks}),
         exchange_s=exchange(warm, lines),
         unequal_s=sum(step.seconds.get("compute", 0.0) * (1 - 1 / max(step.imbalance.get("all") or 1.0, 1.0)) for step in warm),
         imbalance={part: statistics.fmean(step.imbalance.get(part) or 1.0 for step in warm) for part in ("language", "vision", "all")},
@@ -87,12 +86,12 @@ def facts_of_run(folder: Path) -> RunFacts:
         lost_s=ledger.seconds[LOST],
         lost_steps=ledger.lost_steps,
         attempts=ledger.attempts,
-        stage=stage,
+        names=names_of(folder, stage, int(history.starts[-1].get("world_size") or 1) if history.starts else 1),
     )
 
 
 def after_warm_up(steps: Sequence[Step]) -> list[Step]:
-    """The steps without the first few of each stage of each attempt."""
+    """The steps without the first few of each attempt, and of each stage in it, for which the loader has prefetched nothing."""
     seen: Counter[tuple[int, int]] = Counter()
     warm = []
     for step in steps:
@@ -116,11 +115,13 @@ def workers_of(recipe: Path, stage: str) -> int | None:
 
 
 def lines_of_ranks(folder: Path, warm: Sequence[Step]) -> dict[int, list[Mapping[str, Any]]]:
-    """By rank its lines of these steps; of two lines of a step that of the attempt that counts."""
+    """Return the lines of these steps by rank; of two lines of a step, that of the attempt that counts."""
     wanted = {(step.attempt, step.global_step) for step in warm}
     found: dict[int, list[Mapping[str, Any]]] = {}
     for path in sorted(folder.glob("rank-*.jsonl")):
-        own = [line for line in json_lines(path) if line and (line.get("attempt"), line.get("global_step")) in wanted]
+        own: list[Mapping[str, Any]] = [
+            line for line in json_lines(path) if line and (line.get("attempt"), line.get("global_step")) in wanted
+        ]
         if own:
             found[int(path.stem.removeprefix("rank-"))] = own
     return found
@@ -138,13 +139,11 @@ def facts_of_rank(lines: Sequence[Mapping[str, Any]], step_s: float) -> RankFact
 
 
 def exchange(warm: Sequence[Step], lines: Mapping[int, Sequence[Mapping[str, Any]]]) -> float:
-    """Seconds of communication, per step those of the rank that waited least: the last one to arrive waits for nobody."""
-    if not lines:
-        return sum(step.seconds.get("communication", 0.0) for step in warm)
+    """Seconds of communication, per step those of the rank that waited least: the last one to arrive waits for no other."""
     least: dict[int, float] = {}
     for line in (line for own in lines.values() for line in own):
         least[line["global_step"]] = min(least.get(line["global_step"], float("inf")), line["communication_s"])
-    return sum(least.values())
+    return sum(least.get(step.global_step, step.seconds.get("communication", 0.0)) for step in warm)
 
 
 def retries_of(steps: Sequence[Step], warm: Sequence[Step]) -> tuple[list[int], float | None]:

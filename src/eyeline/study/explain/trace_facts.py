@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eyeline.core.errors import Refused
+from eyeline.study.explain.findings import Names
 from eyeline.study.trace import STEP, covered, is_backward, kind_of, spent_in, with_self_time
 
 Span = tuple[float, float]  # microseconds
@@ -36,7 +37,6 @@ class TraceFacts:
     idle_s: float  # no kernel ran
     reads: int  # times that the host waited for the device within steps
     compile_s: float
-    graphs: int  # graphs that were compiled
     exchange_s: float  # kernels of communication, with no other one at the same time
     pass_s: float  # passes over memory
     passes: int
@@ -44,9 +44,10 @@ class TraceFacts:
     costliest: str  # the name with most of that time
     allocator_s: float  # the driver was asked for memory, or given it back
     allocations: int  # how often
+    names: Names
 
 
-def facts_of_trace(events: Sequence[Mapping[str, Any]]) -> TraceFacts:
+def facts_of_trace(events: Sequence[Mapping[str, Any]], names: Names) -> TraceFacts:
     """The facts of a trace. Refused where it has no step of ours."""
     marks = [e for e in events if e.get("cat") == "user_annotation" and str(e["name"]).startswith(STEP)]
     if not marks:
@@ -66,18 +67,18 @@ def facts_of_trace(events: Sequence[Mapping[str, Any]]) -> TraceFacts:
     lead = sum(end - start for start, end in leading)
     taken = covered([*map(span, compiling), *map(span, waits), *map(span, allocating), *leading])
     passes = gpu_chains(kernels) if kernels else cpu_chains(ran, main)
+    outside_us = max(spent_in(events).host, 0.0)  # of operators
     compute = covered(span(e) for e in kernels if not EXCHANGE.search(e["name"]))
     return TraceFacts(
         steps=len(windows),
         wall_s=total / 1e6,
         gpu=bool(kernels),
         data_wait_s=(without(leading, [span(e) for e in kernels]) if kernels else lead) / 1e6,
-        host_s=(total - taken if kernels else max(spent_in(events).host - lead, 0.0)) / 1e6,
-        busy_s=(busy if kernels else total - spent_in(events).host) / 1e6,
+        host_s=(total - taken if kernels else max(outside_us - lead, 0.0)) / 1e6,
+        busy_s=(busy if kernels else total - outside_us) / 1e6,
         idle_s=(total - busy if kernels else 0.0) / 1e6,
         reads=len(waits),
         compile_s=covered(map(span, compiling)) / 1e6,
-        graphs=sum(str(e["name"]).startswith("compile_fx_inner") or e["name"] == "inductor_compile" for e in compiling),
         exchange_s=(busy - compute) / 1e6,
         pass_s=sum(us for chain in passes for _, us in chain) / 1e6,
         passes=sum(map(len, passes)),
@@ -85,6 +86,7 @@ def facts_of_trace(events: Sequence[Mapping[str, Any]]) -> TraceFacts:
         costliest=costliest(passes),
         allocator_s=covered(map(span, allocating)) / 1e6,
         allocations=len(allocating),
+        names=names,
     )
 
 
