@@ -139,7 +139,7 @@ def _ranks(run: Run, world_size: int) -> Iterator[str]:
     experts = f", experts over ep {run.mesh.ep}" if run.mesh.ep > 1 else ""
     yield f"{world_size} ranks: {' × '.join(f'{axis} {size}' for axis, size in axes.items())}{experts}{images}"
     groups = world_size // run.mesh.same_packs
-    who = "ranks" if run.mesh.same_packs == 1 else f"groups of {run.mesh.same_packs} ranks that share a pack"
+    who = "ranks" if run.mesh.same_packs == 1 else f"group{'s' if groups > 1 else ''} of {run.mesh.same_packs} ranks that share a pack"
     summed = "" if run.mesh.sync_each_batch else "; gradients are summed over ranks after the last"
     for stage in run.stages:
         packs = stage.batch.packs_per_step
@@ -148,7 +148,8 @@ def _ranks(run: Run, world_size: int) -> Iterator[str]:
         if run.mesh.pp > 1:
             waits, passes = run.mesh.bubble(-(-packs // groups))
             how = "1F1B" if run.mesh.pp_slices_per_rank == 1 else "interleaved 1F1B"
-            yield f"stage {stage.name}: {how} of {run.mesh.slices} slices; ranks wait {waits} of {passes} passes, {percent(waits / passes)}"
+            share = percent(waits / passes)
+            yield f"stage {stage.name}: {how} of {run.mesh.slices} slices; ranks wait for {waits} of {passes} passes (bubble), {share}"
 
 
 def look(run: Run, out: Path, samples: int, depth: Depth, console: Console | None = None) -> Path:
