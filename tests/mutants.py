@@ -1327,8 +1327,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "parallel/images.py",
-            "return encoder if encoder // sharing == of else of * sharing + encoder % sharing",
-            "return of * sharing",
+            "encoder if encoder // sharing == of else of * sharing + encoder % sharing",
+            "encoder",
             "parallel/test_images.py::test_images_arrive_at_their_encoders_and_come_back_in_order[2]",
         ),
         (

@@ -44,7 +44,8 @@ def memory_lines(run: Run, bundle: Bundle, world_size: int) -> Iterator[str]:
             continue  # among the settings' problems already
         most = ", of the slices that need the most" if run.mesh.pp > 1 else ""
         each = f"memory of stage {stage.name}" + (f" per rank{most}" if world_size > 1 else "")
-        yield f"{each}: {needed}; together about {gib(needed.total)} (counted for a GPU on full micro-batches)"
+        rows = ", activations as if it had all rows of its pack" if run.mesh.per_pack > 1 else ""
+        yield f"{each}: {needed}; together about {gib(needed.total)} (counted for a GPU on full micro-batches{rows})"
 
 
 SIZES = ("max_tokens", "max_patches", "padding", "too long", "memory")  # columns of the table of what `batch: auto` tried

@@ -149,7 +149,7 @@ def memory_with(plan: Plan[Model], stage: Stage, budget: Budget, shards: int, wh
 def shares_of(run: Run, stage: Stage, world_size: int) -> tuple[int, bool]:
     """Ranks that share out parameters, and whether each keeps whole gradients until the last micro-batch of a step."""
     shards = 1 if [*mesh_problems(run.mesh, world_size)] else run.mesh.sharded_over(world_size)
-    return shards, shards > 1 and not run.mesh.sync_each_batch and stage.batch.packs_per_step > world_size
+    return shards, shards > 1 and not run.mesh.sync_each_batch and stage.batch.packs_per_step > world_size // run.mesh.same_packs
 
 
 def memory_of_slices(run: Run, index: int, config: Config, apart: NewRows | None, shards: int, count: int) -> tuple[Memory, str]:
