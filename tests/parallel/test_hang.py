@@ -112,7 +112,7 @@ def sums_more() -> None:
 
 
 PLANTED = [
-    (leaves_out_a_call, r"it issues all_to_all \[\[\d+\]\] .*, and the others all_reduce \[\[3\]\]"),
+    (leaves_out_a_call, r"it issues all_gather \[\[\d+, 4\]\] .*, and the others all_reduce \[\[3\]\]"),
     (sums_more, r"it issues all_reduce \[\[6\]\] → \[\[6\]\], and the others all_reduce \[\[3\]\]"),
 ]
 

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 # torch 2.13 has new names for them, and warns of the old ones, which are all that 2.11 has
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_c10d: Any = dist.distributed_c10d  # the one that finds a group by its name is private
 
 
 def _ranks(name: str) -> Any:
-    return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore[reportArgumentType]  # a name is a string
+    return _c10d._resolve_process_group(name)
 
 
 # Operators of ours, so that a compiled block is one graph with its collectives inside: ranks are known by the name of their group

@@ -58,8 +58,15 @@ def in_pieces(
 
 def around(root: nn.Module, before: Callable[[Tensor], Tensor], after: Callable[[Tensor], Tensor]) -> None:
     """Apply `before` to the first argument of `root`, and `after` to its result."""
-    root.register_forward_pre_hook(lambda _, args: (before(args[0]), *args[1:]))
-    root.register_forward_hook(lambda _, __, out: after(out))
+
+    def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return before(args[0]), *args[1:]
+
+    def leave(_: nn.Module, __: tuple[Any, ...], out: Tensor) -> Tensor:
+        return after(out)
+
+    root.register_forward_pre_hook(enter)
+    root.register_forward_hook(leave)
 
 
 def _of_gradient(p: DTensor) -> list[Placement]:
