@@ -473,7 +473,9 @@ def adapter(folder: Path) -> Path:
     return folder
 
 
-ADAPTER = r"is an adapter \(LORA\) for the model Qwen/Qwen2\.5-0\.5B-Instruct, not a model\. Merge it .*merge_and_unload"
+ADAPTER = (
+    r"is an adapter \(LORA\) for the model Qwen/Qwen2\.5-0\.5B-Instruct, not a model\. .* model\.adapter\. Or merge it .*merge_and_unload"
+)
 
 
 def test_an_adapter_is_named_with_what_to_do(hub: Path, tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def stored(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_every_link_of_the_table_is_a_section() -> None:
-    titles = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in re.findall(r"^## (.+)$", PAGE, re.MULTILINE)}
+    titles = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in re.findall(r"^##+ (.+)$", PAGE, re.MULTILINE)}
     assert set(re.findall(r"\]\(#([\w-]+)\)", PAGE)) <= titles
 
 

@@ -147,11 +147,11 @@ def test_probabilities_are_means_over_supervised_tokens(tmp_path: Path, monkeypa
     wanted: list[Tensor] = []
     forward = Head.forward
 
-    def seen(self: Head, x_TD: Tensor, rows_L: Tensor, labels_L: Tensor | None, teacher: Any = None) -> Any:
+    def seen(self: Head, x_TD: Tensor, rows_L: Tensor, labels_L: Tensor | None, *others: Any) -> Any:
         if labels_L is not None:
             p_LV = (x_TD[rows_L] @ self.weight.T).softmax(-1).detach()
             wanted.append(p_LV[labels_L != IGNORE].sort(-1, descending=True).values[:, :2])
-        return forward(self, x_TD, rows_L, labels_L, teacher)
+        return forward(self, x_TD, rows_L, labels_L, *others)
 
     monkeypatch.setattr(Head, "forward", seen)
     loop.train(

@@ -218,7 +218,7 @@ def refuse_other_formats(folder: Path) -> None:
             "and in a recipe this one as model.adapter. Or merge it into that one, and give OUT: "
             f"`PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base!r}), {str(folder)!r}).merge_and_unload()"
             ".save_pretrained('OUT')` (AutoModelForImageTextToText for a vision-language model), with the base's tokenizer and processor "
-            "files copied into OUT. Or start from the base itself."
+            "files copied into OUT."
         )
     for pattern, what in OTHERS.items():
         there = sorted(path.name for path in folder.glob(pattern))
