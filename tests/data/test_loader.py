@@ -10,7 +10,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +140,16 @@ def test_each_step_says_how_many_epochs_are_done(open_reader) -> None:
     found = list(training_steps(open_reader(), BUDGET, 1, 2))
     epochs = [step.epoch for step in found]
     assert epochs == sorted(epochs) and epochs[0] > 0 and epochs[-1] == 2.0
-    assert [step.epoch for step in training_steps(open_reader(), BUDGET, 1, 2, found[1].state)] == epochs[2:]
+    for at in (0, 1, len(found) // 2, len(found) - 2):
+        assert [step.epoch for step in training_steps(open_reader(), BUDGET, 1, 2, found[at].state)] == epochs[at + 1 :]
     assert next(training_steps(open_reader(mix="interleave"), BUDGET, 1, None)).epoch is None
+
+
+def test_epochs_are_those_of_the_samples_that_were_given(open_reader) -> None:
+    """Of one shard, whose rows are all planned before the first pack: the share of its samples, not that of packs that are closed."""
+    reader = open_reader()
+    given = list(accumulate(sum(len(batch.ids) for batch in step.batches) for step in training_steps(reader, BUDGET, 1, 1)))
+    assert [step.epoch for step in training_steps(reader, BUDGET, 1, 1)] == pytest.approx([done / given[-1] for done in given])
 
 
 def test_accumulation_only_groups_the_same_batches(open_reader) -> None:

@@ -83,7 +83,8 @@ class PlannedWindow:
     end: Position  # behind it
     coming: Sequence[Entry]  # shards of the next window
     epoch_ended: bool
-    epochs: tuple[float, float] | None  # done where it starts and where it ends, by shards; None where each source has epochs of its own
+    epochs: float | None  # that the rows up to its end make, by shards; None where each source has epochs of its own
+    group_share: float  # of an epoch, that each of its image groups is
 
     @property
     def packs(self) -> Iterator[Pack]:
@@ -91,11 +92,8 @@ class PlannedWindow:
         return map(self.plan.pack, range(self.done, len(self.plan.packs)))
 
     def epoch(self, packs: int) -> float | None:
-        """Epochs done after `packs` packs, the rest of the window counted as one more."""
-        if self.epochs is None:
-            return None
-        start, end = self.epochs
-        return start + (end - start) * packs / (len(self.plan.packs) + 1)
+        """Epochs done after `packs` packs: image groups that are not in a pack yet are not done."""
+        return None if self.epochs is None else self.epochs - self.group_share * self.plan.groups_behind(packs)
 
 
 def planned_windows(reader: Reader, sizing: Sizing, epochs: int | None, start: Position | None = None) -> Iterator[PlannedWindow]:
@@ -111,7 +109,8 @@ def planned_windows(reader: Reader, sizing: Sizing, epochs: int | None, start: P
         if reader.prepared is not None:
             reader.prepared.refuse_other_plan(at.number, made.digest)
         digest = made.digest
-        here, end = replace(at, digest=digest), Position(after, at.number + 1, 0, OpenBins(tuple(map(tuple, made.bins))))
+        share = at.group_share_behind(pools[0].epochs_done(after[0]) - pools[0].epochs_done(at.cursors[0]), made.groups_behind(0))
+        here, end = replace(at, digest=digest), Position(after, at.number + 1, 0, OpenBins(tuple(map(tuple, made.bins))), group_share=share)
         yield PlannedWindow(
             at.number,
             made,
@@ -120,11 +119,11 @@ def planned_windows(reader: Reader, sizing: Sizing, epochs: int | None, start: P
             end,
             entries_of(pools, after),
             reader.data.mix == "concat" and after[0].epoch > at.cursors[0].epoch,
-            None if reader.data.mix == "interleave" else (pools[0].epochs_done(at.cursors[0]), pools[0].epochs_done(after[0])),
+            None if reader.data.mix == "interleave" else pools[0].epochs_done(after[0]),
+            share,
         )
         at = end
     rest, last = closing_plan(at.bins.bins, sizing, digest), at
-    done = pools[0].epochs_done(at.cursors[0])
     yield PlannedWindow(
         max(at.number - 1, 0),
         rest,
@@ -133,7 +132,8 @@ def planned_windows(reader: Reader, sizing: Sizing, epochs: int | None, start: P
         replace(last, bins=last.bins.without(len(rest.packs))),
         (),
         False,
-        None if reader.data.mix == "interleave" else (done, done),
+        None if reader.data.mix == "interleave" else pools[0].epochs_done(at.cursors[0]),
+        at.group_share,
     )
 
 

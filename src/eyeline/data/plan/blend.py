@@ -319,6 +319,7 @@ class Position:
     done: int = 0  # packs of the window that were given
     bins: OpenBins = OpenBins()
     digest: str | None = None  # of the window's plan, once it is made
+    group_share: float = 0.0  # of an epoch, that each image group in the open bins is
 
     def state(self) -> dict[str, Any]:
         """The position as JSON. An image group is its rows, under the epoch and window that drew it."""
@@ -329,11 +330,18 @@ class Position:
             "digest": self.digest,
             "cursors": [asdict(cursor) for cursor in self.cursors],
             "bins": self.bins.as_json,
+            "group_share": self.group_share,
         }
+
+    def group_share_behind(self, share: float, groups: int) -> float:
+        """`group_share` behind the window here, which is that share of an epoch and has so many image groups with those carried in."""
+        return (share + self.group_share * sum(map(len, self.bins.bins))) / groups if groups else 0.0
 
     @staticmethod
     def of(state: dict[str, Any]) -> "Position":
-        return Position(cursors_of(state), state["number"], state["done"], OpenBins.of(state["bins"]), state["digest"])
+        return Position(
+            cursors_of(state), state["number"], state["done"], OpenBins.of(state["bins"]), state["digest"], state.get("group_share", 0.0)
+        )
 
 
 def cursors_of(state: dict[str, Any]) -> tuple[Cursor, ...]:

@@ -12,7 +12,8 @@ import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
+from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -88,6 +89,14 @@ class Plan:
         before = int(self.passed_K[number - 1]) if number else 0
         language, vision = self.cost_I2[self.packs[number]].sum(0).tolist()
         return Pack(list(map(self.group, self.packs[number])), (language, vision), self._met(before, int(self.passed_K[number])))
+
+    def groups_behind(self, packs: int) -> int:
+        """The number of image groups that are not in the first `packs` packs: those of bins that are still open, too."""
+        return self._given[-1] - self._given[min(packs, len(self.packs))] + sum(map(len, self.bins))
+
+    @cached_property
+    def _given(self) -> list[int]:
+        return list(accumulate(map(len, self.packs), initial=0))
 
     @property
     def rest(self) -> RowsMet:
