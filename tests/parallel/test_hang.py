@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -82,12 +83,18 @@ def test_a_rank_that_has_ended_is_told_from_one_that_runs(tmp_path: Path) -> Non
     (tmp_path / "ranks").mkdir()
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         ended.wait()
-    for rank, pid in enumerate((os.getpid(), ended.pid)):
-        where = {"host": socket.gethostname(), "pid": pid, "step": 4, "phase": "compute", "line": ""}
+    errors = (None, None, "RankLost: a rank was lost\nmore", None)
+    for rank, (pid, error) in enumerate(zip((os.getpid(), ended.pid, ended.pid, os.getpid()), errors, strict=True)):
+        where = {"host": socket.gethostname(), "pid": pid, "step": 4, "phase": "compute", "line": "", "error": error}
         (tmp_path / "ranks" / f"rank-{rank:05d}.json").write_text(json.dumps(where))
-    first, second, _ = explain_hang(tmp_path)
-    assert first.endswith("): step 5, compute"), first
-    assert second.endswith(") has ended, and was last heard of in step 5, compute"), second
+    os.utime(tmp_path / "ranks" / "rank-00003.json", (time.time() - 60, time.time() - 60))
+    lines = [line.partition(" on ")[2].partition(") ")[2] or line.partition(")")[2] for line in explain_hang(tmp_path)]
+    assert lines[:4] == [
+        ": step 5, compute",
+        "has ended without an error of its own, as after kill -9; it was last heard of in step 5, compute",
+        "has ended with an error, in step 5, compute: RankLost: a rank was lost",
+        "does not run: it was last heard of 60 s ago, in step 5, compute",
+    ]
 
 
 def test_a_run_without_files_of_ranks_is_refused(tmp_path: Path) -> None:
@@ -136,7 +143,7 @@ def test_a_run_that_hangs_names_its_rank(
     lines = list(explain_hang(tmp_path / "run"))
     assert sum(bool(re.match(rf"rank 1 differs at call \d+ of default_pg: {words}", line)) for line in lines) == 1, lines
     assert re.match(
-        r"rank 0 \(process \d+ on \S+\) has ended, and was last heard of in step 1, (compute|communication), at parallel/\w+\.py:\d+ ",
+        r"rank 0 \(process \d+ on \S+\) has ended with an error, in step 1, (compute|communication|data_wait), at parallel/\w+\.py:\d+ ",
         lines[0],
     )
 
@@ -147,4 +154,6 @@ def test_a_rank_that_is_aborted_is_named_with_its_line(tmp_path: Path) -> None:
     run = run_of(tmp_path, "run", "mesh.timeout_minutes=0.5")
     assert ranks.wait(start(run, 2, at_step(2, 1, os.abort))) == [9, -signal.SIGABRT]
     _, aborted, *_ = explain_hang(tmp_path / "run")
-    assert re.search(r"rank 1 \(.*\) has ended, .* in step \d+, .*; aborted \(Aborted\) in train/loop\.py:\d+ run_update", aborted), aborted
+    assert re.search(
+        r"rank 1 \(.*\) was aborted \(Aborted\) in train/loop\.py:\d+ run_update, and was last heard of in step \d+, ", aborted
+    ), aborted

@@ -47,15 +47,20 @@ def watched(folder: Path, world: World, at: Callable[[], dict[str, Any]], timeou
     path, ended, trains = _file(folder, world.rank), threading.Event(), threading.get_ident()
     silence = Silence(folder, world, max(timeout_s, CACHED_S))
 
+    last: dict[str, Any] = at()  # the step and phase that were written last: where an error ends the run, the clock has left the phase
+
+    def write(stack: list[str], error: str | None = None) -> None:
+        own = [line for line in stack if line.startswith(PACKAGE) and not line.startswith(__file__)]
+        where = {"host": socket.gethostname(), "pid": os.getpid(), **last, "line": own[-1] if own else "", "stack": stack, "error": error}
+        new = path.with_suffix(".tmp")
+        new.write_text(json.dumps(where), encoding="utf-8")  # not flushed to disk: it is old in a moment
+        os.replace(new, path)
+
     def tell() -> None:
         for turn in itertools.count():
-            stack = _stack(trains)
-            own = [line for line in stack if line.startswith(PACKAGE) and not line.startswith(__file__)]
-            where = {"host": socket.gethostname(), "pid": os.getpid(), **at(), "line": own[-1] if own else "", "stack": stack}
             with suppress(OSError):  # a disk that is full is named by whatever needs what it writes
-                new = path.with_suffix(".tmp")
-                new.write_text(json.dumps(where), encoding="utf-8")  # not flushed to disk: it is old in a moment
-                os.replace(new, path)
+                last.update(at())
+                write(_stack(trains))
                 if (rank := silence.rank()) is not None:
                     _end_for(rank, folder, world)
             if turn % CALLS_EVERY == 0:
@@ -68,21 +73,24 @@ def watched(folder: Path, world: World, at: Callable[[], dict[str, Any]], timeou
     faulthandler.enable(crash)
     thread = threading.Thread(target=tell, daemon=True, name="watch")
     thread.start()
-    stays = False
+    ended_by: BaseException | None = None
     try:
         yield
     except Stopped:
         raise
-    except BaseException:
-        stays = True  # for the others to read
+    except BaseException as error:
+        ended_by = error  # its files stay, for the others to read
         raise
     finally:
         ended.set()
         (faulthandler.enable if was_enabled else faulthandler.disable)()
         crash.close()
         thread.join(EVERY_S)  # it must not outlive what its stack refers to
-        if stays:
+        if ended_by is not None:
             write_calls(path.with_suffix(CALLS))  # the last ones
+            with suppress(OSError):
+                stack = [f"{at.filename}:{at.lineno} {at.name}" for at in traceback.extract_tb(ended_by.__traceback__)]
+                write(stack, f"{type(ended_by).__name__}: {ended_by}")
         else:
             for written in (path, path.with_suffix(CALLS), path.with_suffix(CRASH)):
                 written.unlink(missing_ok=True)

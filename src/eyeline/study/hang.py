@@ -1,6 +1,7 @@
 """`eyeline explain --hang`: what the ranks of a run did when it hung or crashed, and which of them issued other collectives."""
 
 import re
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 from eyeline.core.errors import Refused
 from eyeline.core.files import read_json
 from eyeline.parallel.calls import Call, Record, read_calls
-from eyeline.parallel.watch import CALLS, CRASH, PACKAGE, has_ended
+from eyeline.parallel.watch import CALLS, CRASH, LATE_S, PACKAGE, has_ended
 
 CLOCKS_S = 5.0  # by which clocks of machines may differ, and a rank may be behind in a run without faults
 
@@ -18,6 +19,8 @@ def explain_hang(run: Path) -> Iterator[str]:
     """Lines about the files in RUN/ranks. Refused where there are none."""
     folder = run / "ranks"
     ranks = {int(path.stem.removeprefix("rank-")): path for path in sorted(folder.glob("rank-*.json"))}
+    if not run.is_dir():
+        raise Refused(f"{run} does not exist, or is not a directory. Give the folder of a run")
     if not ranks:
         raise Refused(f"{folder} has no file of a rank. Only a run of several ranks that hangs, or has lost one, has some")
     for rank, path in ranks.items():
@@ -31,10 +34,15 @@ def _position(rank: int, path: Path) -> str:
     except (OSError, ValueError):
         return f"rank {rank}: its file cannot be read"
     line = f", at {where['line'].removeprefix(PACKAGE)}" if where["line"] else ""
-    how = " has ended, and was last heard of in" if has_ended(where) else ":"
-    said = f"rank {rank} (process {where['pid']} on {where['host']}){how} step {where['step'] + 1}, {where['phase']}{line}"
-    crash = _crash(path.with_suffix(CRASH))
-    return f"{said}; {crash}" if crash else said
+    place = f"step {where['step'] + 1}, {where['phase']}{line}"
+    who, silent = f"rank {rank} (process {where['pid']} on {where['host']})", max(0.0, time.time() - path.stat().st_mtime)
+    if where["error"]:
+        return f"{who} has ended with an error, in {place}: {where['error'].splitlines()[0]}"
+    if crash := _crash(path.with_suffix(CRASH)):
+        return f"{who} was {crash}, and was last heard of in {place}"
+    if has_ended(where):
+        return f"{who} has ended without an error of its own, as after kill -9; it was last heard of in {place}"
+    return f"{who}: {place}" if silent < LATE_S else f"{who} does not run: it was last heard of {silent:.0f} s ago, in {place}"
 
 
 def _crash(path: Path) -> str:
@@ -60,7 +68,10 @@ def desynchronised_ranks(records: Mapping[int, Record]) -> Iterator[str]:
         found = found or bool(lines)
         yield from lines
     if not found:
-        yield "no rank has issued other collectives than the rest, as far as they are recorded: a rank hangs between two of them, or in one"
+        yield (
+            "no rank has issued other collectives than the rest, as far as they are recorded; if all run and the run stands still, a rank "
+            "hangs between two of them, or in one"
+        )
 
 
 def _differences(group: str, members: Mapping[int, Mapping[int, Call]]) -> Iterator[str]:
