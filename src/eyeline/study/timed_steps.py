@@ -6,7 +6,7 @@ weights and no run folder, so it says what a machine reaches before anything is 
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from eyeline.models import Config, Model, flops
 from eyeline.parallel.launch import Machine, machine
 from eyeline.parallel.place import place
 from eyeline.parallel.ranks import ONE_DEVICE
-from eyeline.study.roofline.roofline import config_for, stage_index
+from eyeline.study.roofline.roofline import config_for, one_device_lines, resized, stage_index
 from eyeline.train.compile import compile_first, refuse_attention, refuse_without_compiler
 from eyeline.train.environment import environment
 from eyeline.train.metrics import Clock
@@ -74,23 +74,15 @@ def bench_steps(
     here = machine(run.device, run.threads, run.deterministic)
     refuse_without_compiler(run, here)
     index = stage_index(run, stage)
-    asked = {"max_tokens": tokens, "max_patches": patches, "packs_per_step": packs}
-    resized = resize(run, index, {name: number for name, number in asked.items() if number is not None})
+    asked = resized(run, index, tokens, patches, packs)
     with fitting("a step of this size"):
-        timed = time_steps(resized, index, config_for(run, size), steps, warm_up, here)
-    for line in lines(timed):
+        timed = time_steps(asked, index, config_for(run, size), steps, warm_up, here)
+    for line in (*one_device_lines(run), *lines(timed, here)):
         say(line)
     if out is not None:
         about = {"recipe": run.name, "stage": run.stages[index].name, "model": size or run.model.path or run.name, "compile": run.compile}
         figures = {**asdict(timed), "median_s": timed.median_s, "mfu": timed.mfu}
         write_json(out, {"format": 1, "measured": True, **about, **figures, "environment": environment(here)})
-
-
-def resize(run: Run, index: int, batch: Mapping[str, int]) -> Run:
-    """The recipe with other sizes in the stage's `batch`."""
-    stage = run.stages[index]
-    other = stage.model_copy(update={"batch": stage.batch.model_copy(update=dict(batch))})
-    return run.model_copy(update={"stages": (*run.stages[:index], other, *run.stages[index + 1 :])})
 
 
 def time_steps(run: Run, index: int, config: Config, steps: int, warm_up: int, here: Machine) -> Timed:
@@ -148,7 +140,7 @@ def fill_evenly(plan: Plan[Model], seed: int) -> None:
         x.uniform_(-0.02, 0.02, generator=rng)
 
 
-def lines(timed: Timed) -> Iterator[str]:
+def lines(timed: Timed, here: Machine) -> Iterator[str]:
     """What is printed of them."""
     low, high = min(timed.seconds), max(timed.seconds)
     yield (
@@ -156,7 +148,8 @@ def lines(timed: Timed) -> Iterator[str]:
         f"{timed.slots / timed.median_s:,.0f} tokens/s, {timed.flops / timed.median_s / 1e12:,.2f} TFLOP/s"
     )
     yield f"MFU {percent(timed.mfu)} of {timed.peak_name}" if timed.mfu is not None else "MFU: the peak of this device is not known"
-    yield f"memory: {gib(timed.memory_bytes)} at its highest; `eyeline check` estimates {gib(timed.planned_bytes)}"
+    whose = "of the device" if here.device.type == "cuda" else "of the whole process"
+    yield f"memory: {gib(timed.memory_bytes)} {whose} at its highest; `eyeline check` estimates {gib(timed.planned_bytes)} for a GPU"
 
 
 def _finish(here: Machine) -> None:

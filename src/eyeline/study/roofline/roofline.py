@@ -1,12 +1,11 @@
 """`eyeline bench roofline`: the step of a recipe on a named GPU, modelled: where its time would go, and what a compiler would save."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from eyeline.core.batch import Budget
 from eyeline.core.errors import Refused, nearest
 from eyeline.core.files import write_json
 from eyeline.core.log import say
@@ -65,15 +64,11 @@ def roofline(
     index = stage_index(run, stage)
     if run.precision != "bf16":
         raise Refused(f"precision is {run.precision}, and a roofline is of bf16, which GPUs are made for. Set precision=bf16")
-    batch = run.stages[index].batch
-    if not batch.chosen and (tokens is None or patches is None):
-        raise Refused("the recipe has batch: auto, and a roofline is of packs of one size. Give --tokens and --patches")
-    of_recipe = batch.budget if batch.chosen else Budget(0, 0)
-    budget = Budget(tokens or of_recipe.tokens, of_recipe.patches if patches is None else patches)
-    recording = record_step(run, index, config_for(run, size), budget, packs or batch.packs_per_step)
+    batch = resized(run, index, tokens, patches, packs).stages[index].batch
+    recording = record_step(run, index, config_for(run, size), batch.budget, batch.packs_per_step)
     ways = {"eager": way(priced(recording.operators, gpu), recording, gpu), "fused": way(fused(recording.operators, gpu), recording, gpu)}
     about = _about(run, index, gpu, size, recording)
-    for line in (*_head(about, gpu), *table(ways)):
+    for line in (*one_device_lines(run), *_head(about, gpu), *table(ways)):
         say(line)
     if out is not None:
         write_json(out, {"format": 1, "modelled": True, **about, "gpu": asdict(gpu), **{name: asdict(one) for name, one in ways.items()}})
@@ -164,8 +159,30 @@ def _head(about: dict[str, Any], gpu: GPU) -> list[str]:
 
 def _gpu(name: str) -> GPU:
     if name not in GPUS:
-        raise Refused(f"--gpu {name!r} is not known.{nearest(name, list(GPUS))} Known: {', '.join(GPUS)}")
+        longer = [known for known in GPUS if known.startswith(name)]
+        meant = f" Did you mean {' or '.join(map(repr, longer))}?" if longer else nearest(name, list(GPUS))
+        raise Refused(f"--gpu {name!r} is not known.{meant} Known: {', '.join(GPUS)}")
     return GPUS[name]
+
+
+def resized(run: Run, index: int, tokens: int | None, patches: int | None, packs: int | None) -> Run:
+    """The recipe with the stage's micro-batches of these sizes, where they are given."""
+    stage, asked = run.stages[index], {"max_tokens": tokens, "max_patches": patches, "packs_per_step": packs}
+    if not stage.batch.chosen and (tokens is None or patches is None):
+        raise Refused("the recipe has batch: auto, and a step here is of packs of one size. Give --tokens and --patches")
+    batch = stage.batch.model_copy(update={name: number for name, number in asked.items() if number is not None})
+    stages = (*run.stages[:index], stage.model_copy(update={"batch": batch}), *run.stages[index + 1 :])
+    return run.model_copy(update={"stages": stages})
+
+
+def one_device_lines(run: Run) -> Iterator[str]:
+    """Say that a recipe's mesh is not in figures of one device, where it has one."""
+    if mesh := run.mesh.model_dump(exclude_defaults=True):
+        asked = ", ".join(f"{name}: {value}" for name, value in mesh.items())
+        yield (
+            f"one device computes the whole step here: the recipe's mesh ({asked}) and its collectives are left out. --packs gives the "
+            "packs of one rank; `eyeline check --world-size N` counts its memory"
+        )
 
 
 def stage_index(run: Run, stage: str | None) -> int:
