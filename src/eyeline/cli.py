@@ -116,6 +116,10 @@ def check(
     overrides: Overrides = None,
     samples: Annotated[int, typer.Option(min=0, help="Samples to show.")] = 3,
     world_size: Annotated[int, typer.Option(min=1, help="Check for this many ranks; one process is enough to do so.")] = 1,
+    size: Annotated[
+        str | None,
+        typer.Option(help="Mesh and memory alone, of a published model such as qwen3-vl-8b.", show_default=False),
+    ] = None,
     cluster: Annotated[
         bool, typer.Option("--cluster", help="Measure and compare the ranks that torchrun or --nproc has started: devices, network, files.")
     ] = False,
@@ -130,9 +134,19 @@ def check(
     if nproc > 1:
         sys.exit(_start_ranks(nproc))
     from eyeline.recipes.check import check as check_run
+    from eyeline.recipes.check import check_size
     from eyeline.recipes.cluster import check_cluster
 
-    if not (check_cluster(run, samples) if cluster else check_run(run, samples=samples, world_size=world_size)):
+    if cluster and size is not None:
+        raise Refused("--size checks a model that is not there, and --cluster the ranks that are. Leave one of them out")
+    fits = (
+        check_size(run, size, world_size)
+        if size is not None
+        else check_cluster(run, samples)
+        if cluster
+        else check_run(run, samples=samples, world_size=world_size)
+    )
+    if not fits:
         raise typer.Exit(2)
     refuse_lost_output()
 

@@ -146,7 +146,7 @@ def test_each_step_says_how_many_epochs_are_done(open_reader) -> None:
 
 
 def test_epochs_are_those_of_the_samples_that_were_given(open_reader) -> None:
-    """Of one shard, whose rows are all planned before the first pack: the share of its samples, not that of packs that are closed."""
+    """A shard is planned before its first pack: what counts is the share of samples that were given, not of packs that are closed."""
     reader = open_reader()
     given = list(accumulate(sum(len(batch.ids) for batch in step.batches) for step in training_steps(reader, BUDGET, 1, 1)))
     assert [step.epoch for step in training_steps(reader, BUDGET, 1, 1)] == pytest.approx([done / given[-1] for done in given])

@@ -488,3 +488,26 @@ def test_dora_of_random_weights_is_refused(tmp_path: Path) -> None:
     refuse_problems(tiny_run(tmp_path, dora))
     with pytest.raises(Refused, match="language starts from random weights, and where their rows are zero DoRA trains nothing"):
         refuse_problems(tiny_run(tmp_path, dora, "stages.whole.trains={projector: {how: full, lr: 0.01}}"))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "size", "ranks", "weights"),
+    [  # of a rank, in GiB: parameters of the whole model by hand, over the ranks that share them
+        ("qwen3-vl-8b-fsdp", "qwen3-vl-8b", 8, (0.576e9 * 2 + 8.191e9 * 4) / 8),
+        ("qwen3-vl-30b-a3b-ep", "qwen3-vl-30b-a3b", 16, (0.54e9 * 2 + 30.53e9 * 4) / 16),
+        pytest.param("qwen3.5-35b-a3b-3d", "qwen3.5-35b-a3b", 32, (0.45e9 * 2 + 34.66e9 * 4) / 32, marks=pytest.mark.slow),
+    ],
+)
+def test_a_published_size_is_checked_without_model_and_data(eyeline: Command, recipe: str, size: str, ranks: int, weights: float) -> None:
+    done = eyeline("check", recipe, "--size", size, "--world-size", str(ranks))
+    assert done.code == 0, done.err
+    [shown] = re.findall(r"memory of stage tune per rank: weights ([\d.]+) GiB", done.out)
+    assert float(shown) == pytest.approx(weights / 2**30, rel=0.03)
+    assert eyeline("check", recipe, "--size", size, "--world-size", str(ranks + 1), "mesh.tp=4").code == 2
+
+
+def test_a_size_that_is_not_known_is_refused(eyeline: Command) -> None:
+    done = eyeline("check", "qwen3-vl-lora", "--size", "qwen3-vl-9b")
+    assert done.code == 2 and "Did you mean 'qwen3-vl-8b'?" in done.err
+    done = eyeline("check", "qwen3-vl-lora", "--size", "qwen3-vl-8b", "model.add_tokens=['<a>']")
+    assert done.code == 2 and "model.add_tokens=[]" in done.err

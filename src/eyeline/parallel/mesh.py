@@ -100,8 +100,8 @@ def _problems_of(sizes: MeshSizes, world: int, packs_per_step: int | None) -> It
         return
     if sizes.dp_shard == -1 and world % fixed:
         yield (
-            f"mesh: {product} = {fixed} does not divide {world} ranks. Choose sizes whose product divides {world}, or start another number "
-            "of processes"
+            f"mesh: {product}{f' = {fixed}' if len(named) > 1 else ''} does not divide {world} ranks. Choose sizes whose product divides "
+            f"{world}, or start another number of processes"
         )
         return
     shards = sizes.dp_shard_of(world)

@@ -28,6 +28,8 @@ from eyeline.distill import check as distilling
 from eyeline.models import spec as spec_of
 from eyeline.models.flops import Arithmetic, count
 from eyeline.models.hf import mapping_of
+from eyeline.models.shape import shape
+from eyeline.parallel.mesh import model_problems
 from eyeline.parallel.mesh import problems as mesh_problems
 from eyeline.recipes.device import device_report
 from eyeline.recipes.memory import blocks_of_choices, chosen_batches, memory_lines, starting_adapter
@@ -42,6 +44,7 @@ from eyeline.recipes.problems import (
     untrained_tokens,
 )
 from eyeline.study.data_page import Block, Grid, Heading, Histogram, Line, StageData, blocks, data_page, flops_of, image_words
+from eyeline.study.roofline.sizes import config_of
 from eyeline.train.loop import run_folder
 from eyeline.train.run import Run
 from eyeline.train.start import description, description_at, refuse_another_recipe, refuse_changed_data
@@ -89,7 +92,11 @@ def check(run: Run, samples: int, console: Console | None = None, world_size: in
     found += device.problems
     if encoder.template.notice:
         say_line(console, encoder.template.notice)
-    for line in (*starting_adapter(run, bundle, saved is not None), *_ranks(run, world_size), *memory_lines(run, bundle, world_size)):
+    for line in (
+        *starting_adapter(run, bundle, saved is not None),
+        *_ranks(run, world_size),
+        *memory_lines(run, bundle.config, bundle, world_size),
+    ):
         say_line(console, line)
     print_blocks(console, blocks_of_choices(chosen.choices))
     for index in range(len(run.stages)):
@@ -102,6 +109,20 @@ def check(run: Run, samples: int, console: Console | None = None, world_size: in
         say_line(console, f"warning: {line}")
     say_line(console, problem_list(run.name, found) if found else f"{run.name}: no problems")
     return not found
+
+
+def check_size(run: Run, size: str, world_size: int, console: Console | None = None) -> bool:
+    """Print what a recipe would take of each rank with a published model in place of its own, which need not be there, nor its data; then
+    what does not fit those ranks. Return whether all fits."""
+    console, config = console or Console(), config_of(size)
+    if run.model.add_tokens:
+        raise Refused("--size leaves out the tokenizer, which model.add_tokens adds to. Leave add_tokens out: model.add_tokens=[]")
+    say_line(console, f"{run.name} with {size}: the mesh and the memory alone, without the model and its data")
+    problems = [*problems_of_ranks(run, world_size), *model_problems(run.mesh, shape(config, trains={}))]
+    for line in (*_ranks(run, world_size), *memory_lines(run, config, None, world_size)) if not problems else ():
+        say_line(console, line)
+    say_line(console, problem_list(run.name, problems) if problems else f"{run.name}: no problems of the mesh")
+    return not problems
 
 
 def _stage_report(run: Run, index: int, bundle: Bundle, saved: dict[str, Any] | None, samples: int, console: Console) -> list[str]:
@@ -139,7 +160,11 @@ def _ranks(run: Run, world_size: int) -> Iterator[str]:
     experts = f", experts over ep {run.mesh.ep}" if run.mesh.ep > 1 else ""
     yield f"{world_size} ranks: {' × '.join(f'{axis} {size}' for axis, size in axes.items())}{experts}{images}"
     groups = world_size // run.mesh.same_packs
-    who = "ranks" if run.mesh.same_packs == 1 else f"group{'s' if groups > 1 else ''} of {run.mesh.same_packs} ranks that share a pack"
+    who = (
+        "ranks"
+        if run.mesh.same_packs == 1
+        else f"group{'s' if groups > 1 else ''} of {run.mesh.same_packs} ranks that compute the same packs"
+    )
     summed = "" if run.mesh.sync_each_batch else "; gradients are summed over ranks after the last"
     for stage in run.stages:
         packs = stage.batch.packs_per_step

@@ -8,6 +8,7 @@ from eyeline.bundle.peft_adapter import adapter_lines
 from eyeline.core.errors import Refused
 from eyeline.core.words import gib
 from eyeline.core.world import World
+from eyeline.models import Config
 from eyeline.models.shape import shape
 from eyeline.parallel.launch import machine
 from eyeline.parallel.mesh import model_problems
@@ -20,12 +21,12 @@ from eyeline.train.start import adapter_of
 from eyeline.train.trainable import memory_of_slices, needed_memory, new_rows_of, plan_of, rank_problems, shares_of
 
 
-def memory_lines(run: Run, bundle: Bundle, world_size: int) -> Iterator[str]:
-    """What the model of each stage needs on the device of each rank."""
+def memory_lines(run: Run, config: Config, bundle: Bundle | None, world_size: int) -> Iterator[str]:
+    """What the model of each stage needs on the device of each rank. `bundle`: where new tokens are looked up, if there are any."""
     if run.mesh.pp > 1 and [
         *problems_of_ranks(run, world_size),
         *rank_problems(run, world_size),
-        *model_problems(run.mesh, shape(bundle.config, trains={})),
+        *model_problems(run.mesh, shape(config, trains={})),
     ]:
         return
     for index, stage in enumerate(run.stages):
@@ -33,13 +34,13 @@ def memory_lines(run: Run, bundle: Bundle, world_size: int) -> Iterator[str]:
             continue
         try:
             shards, whole = shares_of(run, stage, world_size)
-            apart = new_rows_of(run, index, bundle)
+            apart = None if bundle is None else new_rows_of(run, index, bundle)
             if run.mesh.pp > 1:
                 count = -(-stage.batch.packs_per_step // (world_size // run.mesh.same_packs))
-                needed, slices = memory_of_slices(run, index, bundle.config, apart, shards, count)
+                needed, slices = memory_of_slices(run, index, config, apart, shards, count)
                 yield f"slices of stage {stage.name}, by FLOPs of a full micro-batch: blocks {slices}"
             else:
-                needed = needed_memory(run, index, bundle.config, apart, shards, whole)
+                needed = needed_memory(run, index, config, apart, shards, whole)
         except Refused:
             continue  # among the settings' problems already
         most = ", of the slices that need the most" if run.mesh.pp > 1 else ""
