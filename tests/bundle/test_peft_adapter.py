@@ -141,6 +141,12 @@ def test_adapters_that_do_not_fit_are_refused(base: Path, tmp_path: Path) -> Non
     save_file({name: x[:, :-1].clone() if "lora_A" in name else x for name, x in stored.items()}, file)
     with pytest.raises(Refused, match=r"has an adapter of .* from .* to .* numbers, and the layer is"):
         opened(base, tmp_path)
+    save_file(stored, file)
+    opened(base, tmp_path)
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings | {"r": settings["r"] + 1}))
+    with pytest.raises(Refused, match=rf"with rank {settings['r'] + 1} by its adapter_config.json, and its tensors have {settings['r']}"):
+        opened(base, tmp_path)
     trained(base, tmp_path / "embedding", target_modules=["embed_tokens", "q_proj"])
     with pytest.raises(Refused, match="LoRA of an embedding, which Eyeline does not compute"):
         opened(base, tmp_path / "embedding")
