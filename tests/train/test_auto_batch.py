@@ -111,7 +111,7 @@ def test_too_little_memory_is_refused_before_anything_is_written(
     [
         ("{auto: true, max_tokens: 100}", "auto chooses max_tokens and max_patches together, and max_patches is not given"),
         ("{max_patches: 100}", "max_tokens must be given, as whole numbers; or write batch: auto"),
-        ("{max_tokens: 100, max_patches: 100, memory_gb: 3}", "memory_gb is what auto chooses"),
+        ("{max_tokens: 100, max_patches: 100, memory_gb: 3}", "memory_gb is for auto: true"),
     ],
 )
 def test_sizes_that_are_given_by_half_are_refused(tmp_path: Path, settings: str, why: str) -> None:

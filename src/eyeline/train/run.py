@@ -90,7 +90,7 @@ class Batching(Settings):
         if len(missing) == 1:
             raise ValueError(f"auto chooses max_tokens and max_patches together, and {missing[0]} is not given. Give both, or neither")
         if self.memory_gb is not None and not self.auto:
-            raise ValueError("memory_gb is for auto: true, which chooses max_tokens and max_patches, and both are given. Leave it or them out")
+            raise ValueError("memory_gb is for auto: true, which chooses max_tokens and max_patches: they are given. Leave it or them out")
         return self
 
     @property
