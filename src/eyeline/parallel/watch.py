@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -49,18 +49,11 @@ def watched(folder: Path, world: World, at: Callable[[], dict[str, Any]], timeou
 
     last: dict[str, Any] = at()  # the step and phase that were written last: where an error ends the run, the clock has left the phase
 
-    def write(stack: list[str], error: str | None = None) -> None:
-        own = [line for line in stack if line.startswith(PACKAGE) and not line.startswith(__file__)]
-        where = {"host": socket.gethostname(), "pid": os.getpid(), **last, "line": own[-1] if own else "", "stack": stack, "error": error}
-        new = path.with_suffix(".tmp")
-        new.write_text(json.dumps(where), encoding="utf-8")  # not flushed to disk: it is old in a moment
-        os.replace(new, path)
-
     def tell() -> None:
         for turn in itertools.count():
             with suppress(OSError):  # a disk that is full is named by whatever needs what it writes
                 last.update(at())
-                write(_stack(trains))
+                _write(path, last, _stack(trains))
                 if (rank := silence.rank()) is not None:
                     _end_for(rank, folder, world)
             if turn % CALLS_EVERY == 0:
@@ -90,12 +83,21 @@ def watched(folder: Path, world: World, at: Callable[[], dict[str, Any]], timeou
             write_calls(path.with_suffix(CALLS))  # the last ones
             with suppress(OSError):
                 stack = [f"{at.filename}:{at.lineno} {at.name}" for at in traceback.extract_tb(ended_by.__traceback__)]
-                write(stack, f"{type(ended_by).__name__}: {ended_by}")
+                _write(path, last, stack, f"{type(ended_by).__name__}: {ended_by}")
         else:
             for written in (path, path.with_suffix(CALLS), path.with_suffix(CRASH)):
                 written.unlink(missing_ok=True)
             with suppress(OSError):  # the last one to end finds it empty
                 folder.rmdir()
+
+
+def _write(path: Path, at: Mapping[str, Any], stack: Sequence[str], error: str | None = None) -> None:
+    """Replace a rank's file. `error`: what ended the rank."""
+    own = [line for line in stack if line.startswith(PACKAGE) and not line.startswith(__file__)]
+    where = {"host": socket.gethostname(), "pid": os.getpid(), **at, "line": own[-1] if own else "", "stack": stack, "error": error}
+    new = path.with_suffix(".tmp")
+    new.write_text(json.dumps(where), encoding="utf-8")  # not flushed to disk: it is old in a moment
+    os.replace(new, path)
 
 
 class Silence:
