@@ -172,6 +172,12 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "data/test_loader.py::test_held_out_images_are_never_trained_on",
         ),
         (
+            "data/plan/plan.py",
+            "+ sum(map(len, self.bins))\n\n    @cached_property",
+            "\n\n    @cached_property",
+            "data/test_loader.py::test_epochs_are_those_of_the_samples_that_were_given",
+        ),
+        (
             "data/loader.py",
             "            rejects.add(reject)",
             "            rejects.note(reject)",
