@@ -52,7 +52,7 @@ def _crash(path: Path) -> str:
     except OSError:
         return ""
     error = re.search(r"Fatal Python error: (.*)", text)
-    thread = text[text.find("Current thread") :] if "Current thread" in text else text
+    thread = re.split(r"\n(?=(?:Current t|T)hread 0x)", text)[-1]  # the first that there was, which trains; libraries abort in their own
     lines = re.findall(r'File "(.*?)", line (\d+) in (\S+)', thread)
     own = next((f"{file.removeprefix(PACKAGE)}:{line} {name}" for file, line, name in lines if file.startswith(PACKAGE)), "")
     return f"aborted ({error.group(1)}){f' in {own}' if own else ''}" if error else ""
