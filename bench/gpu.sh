@@ -5,10 +5,10 @@
 #   bench/gpu.sh                    every part, in this order
 #   bench/gpu.sh correct parallel   these alone
 #
-#   correct    `make test-gpu`: kernels, families, recipes, resume on this GPU against the CPU          up to 180 s
+#   correct    `make test-gpu`: kernels, families, recipes, resume on this GPU against the CPU          up to 170 s
 #   parallel   what several ranks need of one GPU: NCCL, empty ranks, a rank of eight with fake peers    up to 60 s
 #   machine    rates of matrix products, and which kernels the models will use                            up to 30 s
-#   steps      real steps of Qwen3-VL 2B: LoRA, compiled blocks, all weights; each with its roofline      up to 200 s
+#   steps      real steps of Qwen3-VL 2B: LoRA, compiled blocks, all weights; each with its roofline      up to 220 s
 #
 # It needs no network: weights and data are made up. Each part has its own limit and its own log; one that fails does not stop the next, and
 # the exit code says whether all were well. OUT is the folder of the results (bench/results/gpu), DEVICE=cpu tries the script itself.
@@ -40,22 +40,28 @@ part() {
   [ "$code" -eq 0 ] || failed+=("$name")
 }
 
-# step NAME RECIPE SETTING...: real steps, and the roofline of the same ones
+# step NAME RECIPE SETTING...: real steps
 step() {
   local name=$1 recipe=$2
   shift 2
-  local sizes=(--size "$SIZE" --tokens "$TOKENS" --packs 1)
   part "step-$name" 60 "$PYTHON" -m eyeline bench step "$recipe" "device=$DEVICE" "$@" "${sizes[@]}" --steps 10 --out "$OUT/step-$name.json"
-  part "roofline-$name" 30 "$PYTHON" -m eyeline bench roofline "$recipe" "$@" "${sizes[@]}" --gpu "$GPU" --out "$OUT/roofline-$name.json"
 }
 
-correct() { part correct 180 "$PYTHON" -m pytest -q -m gpu tests/test_gpu.py; }
+# modelled NAME RECIPE: the roofline of the same steps, with a column of what a compiler would fuse
+modelled() {
+  part "roofline-$1" 20 "$PYTHON" -m eyeline bench roofline "$2" "${sizes[@]}" --gpu "$GPU" --out "$OUT/roofline-$1.json"
+}
+
+correct() { part correct 170 "$PYTHON" -m pytest -q -m gpu tests/test_gpu.py; }
 parallel() { part parallel 60 "$PYTHON" -m pytest -q -m gpu tests/parallel/test_one_gpu.py; }
 machine() { part machine 30 "$PYTHON" -m eyeline bench machine; }
 steps() {
+  local sizes=(--size "$SIZE" --tokens "$TOKENS" --packs 1)
   step lora qwen3-vl-lora
   step lora-compiled qwen3-vl-lora compile=blocks
   step full qwen3-vl-full
+  modelled lora qwen3-vl-lora
+  modelled full qwen3-vl-full
 }
 
 for name in "${@:-correct parallel machine steps}"; do

@@ -886,8 +886,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "bundle/peft_adapter.py",
-            'scale = alpha / (rank**0.5 if settings.get("use_rslora") else rank)\n    dora',
-            "scale = alpha / rank\n    dora",
+            'return alpha / (rank**0.5 if settings.get("use_rslora") else rank)',
+            "return alpha / rank",
             "bundle/test_peft_adapter.py::test_model_with_an_adapter_computes_what_peft_computes",
         ),
         (

@@ -230,9 +230,7 @@ def _updates(
         )
     if key.rule.read is not None and not _cuts_rows(key, outputs, a[1]):
         raise Refused(f"{folder} adapts {module}, whose inputs have another order here. {_MERGE}")
-    rank, alpha = a[0], float(_by_pattern(settings.get("alpha_pattern") or {}, module, settings.get("lora_alpha", 8)))
-    _refuse_another_rank(folder, settings, module, rank, b[1])
-    scale = alpha / (rank**0.5 if settings.get("use_rslora") else rank)
+    rank, scale = a[0], _scale(folder, settings, module, a[0], b[1])
     dora = f"{stem}.lora_magnitude_vector" in entries or f"{stem}.lora_magnitude_vector.weight" in entries
     return {ours: Update(stem, rank, scale, dora, key, n) for n, ours in enumerate(key.ours)}
 
@@ -258,20 +256,20 @@ def _expert_updates(
         raise Refused(f"{folder} has adapters of {module} that do not fit the {count} experts of a layer here. {_MERGE}")
     rank = a[0] // count
     parameter = f"{module.removesuffix('.base_layer')}.{'down_proj' if leaves == ('down',) else 'gate_up_proj'}"
-    _refuse_another_rank(folder, settings, parameter, rank, rank)
-    alpha = float(_by_pattern(settings.get("alpha_pattern") or {}, parameter, settings.get("lora_alpha", 8)))
-    scale = alpha / (rank**0.5 if settings.get("use_rslora") else rank)
+    scale = _scale(folder, settings, parameter, rank, rank)
     return {f"{ours}.{leaf}": Update(stem, rank, scale, False, None, n, len(leaves), count) for n, leaf in enumerate(leaves)}
 
 
-def _refuse_another_rank(folder: Path, settings: Mapping[str, Any], module: str, rank: int, of_b: int) -> None:
-    """Raise Refused where the file has tensors of another rank than the settings say: its scale would be another, too."""
+def _scale(folder: Path, settings: Mapping[str, Any], module: str, rank: int, of_b: int) -> float:
+    """What B·A is multiplied by. Raises Refused where the file has tensors of another rank than the settings say."""
     said = _by_pattern(settings.get("rank_pattern") or {}, module, settings.get("r", 8))
     if not said == rank == of_b:
         raise Refused(
             f"{folder} adapts {module} with rank {said} by its {SETTINGS}, and its tensors have {rank}"
             f"{'' if of_b == rank else f' (lora_A) and {of_b} (lora_B)'}. Are both files of the same training?"
         )
+    alpha = float(_by_pattern(settings.get("alpha_pattern") or {}, module, settings.get("lora_alpha", 8)))
+    return alpha / (rank**0.5 if settings.get("use_rslora") else rank)
 
 
 def _cuts_rows(key: Key, rows: int, columns: int) -> bool:
