@@ -1474,6 +1474,26 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "parallel/test_ranks_train.py::test_a_run_resumed_on_as_many_ranks_is_the_uninterrupted_one",
         ),
     ],
+    "gathered ahead": [
+        (
+            "parallel/prefetch.py",
+            "[*own, *chain(*blocks[i + 1 : i + 1 + sizes.forward_prefetch])]",
+            "[block for block, *_ in blocks[i + 1 : i + 1 + sizes.forward_prefetch]]",
+            "parallel/test_fake_worlds.py::test_blocks_and_their_experts_are_gathered_ahead",
+        ),
+        (
+            "parallel/prefetch.py",
+            "chain(*reversed(before))",
+            "chain(*before)",
+            "parallel/test_fake_worlds.py::test_blocks_and_their_experts_are_gathered_ahead",
+        ),
+        (
+            "parallel/prefetch.py",
+            "before = blocks[max(0, i - sizes.backward_prefetch) : i]",
+            "before = blocks[i : i + sizes.backward_prefetch]",
+            "parallel/test_fake_worlds.py::test_blocks_and_their_experts_are_gathered_ahead",
+        ),
+    ],
     "many ranks": [
         (
             "parallel/shard.py",

@@ -29,8 +29,10 @@ from eyeline.data.text.templates import template_named
 from eyeline.data.text.tokenizer import train_bpe
 from eyeline.data.workers import Workers
 from eyeline.models import compiled, decoder, siglip2, spec
+from eyeline.models.shape import shape
 from eyeline.parallel.mesh import mesh_of, problems
 from eyeline.parallel.ranks import ranks_of
+from eyeline.parallel.shard import shard
 from eyeline.recipes.problems import settings_problems
 from eyeline.recipes.read import run_of
 from eyeline.study.evaluate import evaluate
@@ -125,6 +127,21 @@ def mesh(recipe: dict[str, Any], folder: Path) -> Any:
         made = mesh_of(sizes, world, "cpu")
         assert made is not None
         return made.reshard, made.images is not None, ranks_of(made).sum_next.__name__
+
+    return on_ranks(2, of)
+
+
+def ahead(recipe: dict[str, Any], folder: Path) -> Any:
+    """How many units each one gathers ahead, on two ranks."""
+    run = run_of(recipe, "recipe")
+
+    def of(world: World) -> Any:
+        made = mesh_of(run.mesh, world, "cpu")
+        assert made is not None and run.model.config is not None
+        plan = shape(run.model.config, trains={})
+        shard(plan, made)
+        states = [module._get_fsdp_state() for module in plan.model.modules() if hasattr(module, "_get_fsdp_state")]
+        return [(len(state._states_to_forward_prefetch), len(state._states_to_backward_prefetch)) for state in states]
 
     return on_ranks(2, of)
 
@@ -658,6 +675,8 @@ CASES: dict[str, Case] = {
     "mesh.reshard_after_forward": turned("mesh.reshard_after_forward=never", see=mesh),
     "mesh.vocab_parallel": turned("mesh.vocab_parallel=true", see=refusal),
     "mesh.balance_images": turned("mesh.balance_images=true", see=mesh),
+    "mesh.forward_prefetch": turned("mesh.forward_prefetch=1", see=ahead),
+    "mesh.backward_prefetch": turned("mesh.backward_prefetch=2", see=ahead),
     "mesh.sync_each_batch": turned("mesh.sync_each_batch=false", see=mesh),
     "mesh.timeout_minutes": turned("mesh.timeout_minutes=1", see=patience),
     "logging_steps": turned("logging_steps=1", see="printed", base=("stages.0.steps=5",)),

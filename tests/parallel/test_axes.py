@@ -47,6 +47,12 @@ HOW = {
     "fsdp x ep": ("qwen3_vl-moe", Setup(sizes=MeshSizes(dp_shard=4, ep=2), balance=Aux(coef=0.5)), 4),
     "hsdp x tp": ("qwen3_vl", Setup(sizes=MeshSizes(dp_replicate=2, dp_shard=1, tp=2), momentum=0.9), 4),
     "ep x tp": ("qwen3_5_vl-moe", Setup(sizes=MeshSizes(tp=2, ep=2), balance=Bias(rate=0.02)), 2),
+    "fsdp, gathered ahead": ("qwen3_vl-moe", Setup(sizes=MeshSizes(forward_prefetch=1, backward_prefetch=2), momentum=0.9), 2),
+    "fsdp x ep, gathered ahead": (
+        "qwen3_vl-moe",
+        Setup({"language": "adapters"}, checkpointing=True, sizes=MeshSizes(ep=2, forward_prefetch=2, backward_prefetch=1)),
+        4,
+    ),
     "cp x tp x ep": ("qwen3_5_vl-moe", Setup(sizes=MeshSizes(cp=2, tp=2, ep=2), balance=Aux(coef=0.5)), 4),
 }
 
@@ -54,6 +60,7 @@ HOW = {
 SELDOM = (  # what others of the table show in part
     "cp adapters", "ep gradient checkpointing", "fsdp x tp adapters", "hsdp x tp", "fsdp x tp, images dealt",
     "tp adapters, summed once per step", "fsdp x cp x ep, summed once per step", "fsdp x cp x tp, vocabulary", "tp, vocabulary adapters",
+    "fsdp x ep, gathered ahead",
 )  # fmt: skip
 
 

@@ -289,3 +289,49 @@ def test_bytes_per_axis_in_the_docs_are_those_counted_by_hand(how: str) -> None:
     size, ranks, sizes = TABLE[how]
     cells = " | ".join(f"{count:.1f}" if count else "–" for count in bytes_per_axis(size, ranks, sizes))
     assert f"| {how.strip()} | {cells} |" in (Path(__file__).parents[2] / "docs" / "parallel.md").read_text()
+
+
+# what happens in turn, of four blocks with experts on two ranks each: "g2" block 2 is gathered, "e2" its experts are, "2" it computes
+IN_TURN = {
+    (None, None): ("g0 0 e0 g1 1 e1 g2 2 e2 g3 3 e3", "g3 e3 g2 3 e2 g1 2 e1 g0 1 e0 0"),
+    (1, 1): ("g0 e0 g1 e1 0 g2 e2 1 g3 e3 2 3", "g3 e3 g2 e2 3 g1 e1 2 g0 e0 1 0"),
+    (2, 2): ("g0 e0 g1 e1 g2 e2 0 g3 e3 1 2 3", "g3 e3 g2 e2 g1 e1 3 g0 e0 2 1 0"),
+}
+
+
+@pytest.mark.parametrize("ahead", IN_TURN, ids=str)
+def test_blocks_and_their_experts_are_gathered_ahead(ahead: tuple[int | None, int | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the forward and in the backward pass, each ahead of the attention of the block that is named before."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+
+    case = FAMILIES["qwen3_vl-moe"]
+    language = case.config.language.model_copy(update={"layers": 4})
+    vision = case.config.vision.model_copy(update={"deepstack_layers": []})
+    config = case.config.model_copy(update={"language": language, "vision": vision})
+
+    def step(mesh: Mesh) -> list[str]:
+        plan, seen = shape(config), list[str]()
+        place(plan, "cpu", mesh)
+        names = {id(module): name for name, module in plan.model.named_modules()}
+        gather = groups.foreach_all_gather
+
+        def gathered(params: Any, *args: Any) -> Any:
+            name = names[id(params[0]._module_info.module)]
+            if name.startswith("language.blocks."):
+                seen.append(("e" if "experts" in name else "g") + name.split(".")[2])
+            return gather(params, *args)
+
+        monkeypatch.setattr(groups, "foreach_all_gather", gathered)
+        for i, block in enumerate(plan.model.language.blocks):
+            block.attn.register_forward_hook(lambda *_, i=i: seen.append(str(i)))
+            block.attn.register_full_backward_hook(lambda *_, i=i: seen.append(str(i)))
+        for _, x, _ in plan.tensors():
+            held(x).local.data.normal_(0, 0.02)
+        data = step_for([packs_of(case)[0][1]], 0, 4)
+        add_gradients(plan.model, data, ranks_of(mesh), None, 0, 0)
+        return seen
+
+    counts = experts_of_ranks.exchanged
+    monkeypatch.setattr(experts_of_ranks, "exchanged", lambda x, *where: (counts(x, *where), x)[1])
+    found = as_rank(0, 4, step, MeshSizes(ep=2, forward_prefetch=ahead[0], backward_prefetch=ahead[1]))
+    assert found == " ".join(IN_TURN[ahead]).split()

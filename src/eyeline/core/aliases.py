@@ -158,6 +158,8 @@ ALIASES: dict[str, tuple[str, str]] = {
     "virtual_pipeline_model_parallel_size": ("mesh.pp_slices_per_rank", ""),
     "pipeline_model_parallel_size": ("mesh.pp", ""),
     "pipeline_parallel_degree": ("mesh.pp", ""),
+    "fsdp_forward_prefetch": ("mesh.forward_prefetch", "a number of blocks"),
+    "fsdp_backward_prefetch": ("mesh.backward_prefetch", "a number of blocks"),
 }
 
 # values of a setting that are not there, and what is

@@ -38,6 +38,9 @@ class MeshSizes(Settings):
     balance_images: bool = False  # images are dealt over all ranks before the vision tower, and their visual tokens sent back
     # gradients are summed over ranks after each micro-batch, so that a rank holds its part of them; else after the last one of a step
     sync_each_batch: bool = True
+    # blocks whose parameters are gathered while one computes; not set: torch's own order
+    forward_prefetch: Positive | None = None
+    backward_prefetch: Positive | None = None
     timeout_minutes: PositiveFloat = 10.0  # a rank that does not answer for so long ends the run
 
     @property
@@ -80,10 +83,25 @@ def problems(sizes: MeshSizes, world: int | None, packs_per_step: int | None = N
         yield f"mesh.vocab_parallel with mesh.pp={sizes.pp} is not there yet: first and last slice have the vocabulary. Leave it out"
     if sizes.vocab_parallel and sizes.tp == 1:
         yield "mesh.vocab_parallel=true: tensor parallelism shares out the vocabulary, and mesh.tp=1. Set mesh.tp, or leave it out"
+    yield from _prefetch_problems(sizes, world)
     if sizes.dp_shard == 0:
         yield "mesh.dp_shard=0: wanted a number of ranks, or -1 for all that are left"
     elif world is not None:
         yield from _problems_of(sizes, world, packs_per_step)
+
+
+def _prefetch_problems(sizes: MeshSizes, world: int | None) -> Iterator[str]:
+    """Blocks that would be gathered ahead, where nothing is gathered."""
+    whole = sizes.per_pack == 1 and (sizes.dp_shard if world is None else sizes.dp_shard_of(world)) == 1
+    for name, count in (("forward_prefetch", sizes.forward_prefetch), ("backward_prefetch", sizes.backward_prefetch)):
+        if count is not None and (world == 1 or whole):
+            why = "this is one process" if world == 1 else "with dp_shard=1 each rank has them whole"
+            yield f"mesh.{name}={count} gathers parameters that ranks share out ahead of their block, and {why}. Leave it out"
+    if sizes.backward_prefetch is not None and sizes.reshard_after_forward == "never":
+        yield (
+            f"mesh.backward_prefetch={sizes.backward_prefetch} with mesh.reshard_after_forward=never: parameters are kept until the "
+            "backward pass, which gathers none. Leave one of them out"
+        )
 
 
 def _problems_of(sizes: MeshSizes, world: int, packs_per_step: int | None) -> Iterator[str]:

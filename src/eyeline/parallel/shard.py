@@ -18,6 +18,7 @@ from eyeline.core.plan import Plan, tensor_of
 from eyeline.core.shards import held
 from eyeline.parallel.experts import experts_of
 from eyeline.parallel.mesh import Mesh
+from eyeline.parallel.prefetch import prefetch
 from eyeline.parallel.vocabulary import EMBED, HEAD
 
 
@@ -41,6 +42,7 @@ def shard(plan: Plan[Any], mesh: Mesh) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # else gloo is asked for a sum that scales, which it does not have
+    prefetch(plan, mesh.sizes)
 
 
 def apart(plan: Plan[Any], mesh: Mesh) -> dict[str, DeviceMesh]:
