@@ -1476,6 +1476,12 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
     ],
     "gathered ahead": [
         (
+            "parallel/mesh.py",
+            "if count is not None and (world == 1 or whole):",
+            "if count is not None and world == 1:",
+            "parallel/test_fake_worlds.py::test_prefetch_is_refused_where_nothing_is_gathered",
+        ),
+        (
             "parallel/prefetch.py",
             "[*own, *chain(*blocks[i + 1 : i + 1 + sizes.forward_prefetch])]",
             "[block for block, *_ in blocks[i + 1 : i + 1 + sizes.forward_prefetch]]",

@@ -28,7 +28,7 @@ from eyeline.core.world import World
 from eyeline.kernels.opaque import FUNCTIONS
 from eyeline.models.shape import shape
 from eyeline.parallel import experts as experts_of_ranks
-from eyeline.parallel.mesh import Mesh, MeshSizes, mesh_of
+from eyeline.parallel.mesh import Mesh, MeshSizes, mesh_of, problems
 from eyeline.parallel.place import place, share_out
 from eyeline.parallel.ranks import ranks_of
 from eyeline.parallel.rows import rows_of
@@ -302,7 +302,7 @@ IN_TURN = {
 @pytest.mark.parametrize("ahead", IN_TURN, ids=str)
 def test_blocks_and_their_experts_are_gathered_ahead(ahead: tuple[int | None, int | None], monkeypatch: pytest.MonkeyPatch) -> None:
     """In the forward and in the backward pass, each ahead of the attention of the block that is named before."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
     case = FAMILIES["qwen3_vl-moe"]
     language = case.config.language.model_copy(update={"layers": 4})
@@ -313,6 +313,7 @@ def test_blocks_and_their_experts_are_gathered_ahead(ahead: tuple[int | None, in
         plan, seen = shape(config), list[str]()
         place(plan, "cpu", mesh)
         names = {id(module): name for name, module in plan.model.named_modules()}
+        groups: Any = _fsdp_param_group
         gather = groups.foreach_all_gather
 
         def gathered(params: Any, *args: Any) -> Any:
@@ -322,9 +323,10 @@ def test_blocks_and_their_experts_are_gathered_ahead(ahead: tuple[int | None, in
             return gather(params, *args)
 
         monkeypatch.setattr(groups, "foreach_all_gather", gathered)
-        for i, block in enumerate(plan.model.language.blocks):
-            block.attn.register_forward_hook(lambda *_, i=i: seen.append(str(i)))
-            block.attn.register_full_backward_hook(lambda *_, i=i: seen.append(str(i)))
+        for i, name in enumerate(plan.blocks["language"]):
+            attn = plan.model.get_submodule(f"{name}.attn")
+            attn.register_forward_hook(lambda *_, i=i: seen.append(str(i)))
+            attn.register_full_backward_hook(lambda *_, i=i: seen.append(str(i)))
         for _, x, _ in plan.tensors():
             held(x).local.data.normal_(0, 0.02)
         data = step_for([packs_of(case)[0][1]], 0, 4)
@@ -335,3 +337,17 @@ def test_blocks_and_their_experts_are_gathered_ahead(ahead: tuple[int | None, in
     monkeypatch.setattr(experts_of_ranks, "exchanged", lambda x, *where: (counts(x, *where), x)[1])
     found = as_rank(0, 4, step, MeshSizes(ep=2, forward_prefetch=ahead[0], backward_prefetch=ahead[1]))
     assert found == " ".join(IN_TURN[ahead]).split()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world", "why"),
+    [
+        (MeshSizes(forward_prefetch=1), 1, "this is one process"),
+        (MeshSizes(forward_prefetch=2, dp_shard=1, dp_replicate=4), None, "with dp_shard=1 each rank has them whole"),
+        (MeshSizes(backward_prefetch=1, pp=4), 4, "with dp_shard=1 each rank has them whole"),
+        (MeshSizes(backward_prefetch=1, reshard_after_forward="never"), 4, "which gathers none"),
+    ],
+)
+def test_prefetch_is_refused_where_nothing_is_gathered(sizes: MeshSizes, world: int | None, why: str) -> None:
+    [line] = problems(sizes, world)
+    assert why in line
