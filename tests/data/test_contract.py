@@ -86,16 +86,24 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of the data an
     "plainly": ({}, {}),
     "held out": ({"max_samples_per_image": 3, "validation_fraction": 0.3}, {"repeat": 2, "limit": 25}),
 }
+KINDS = tuple(name for name in CONTAINERS if not name.endswith("mapped") and "several" not in name and " in one " not in name)
+FEW = ("JSON lines", "CSV mapped", "Parquet inside", "saved", "WebDataset", "COCO", "texts in files")  # images in all their places
+PLAIN = ("JSON lines", "WebDataset", "Parquet inside")
 each_container = pytest.mark.parametrize("name", CONTAINERS)
-PLAIN = ("JSON lines", "WebDataset", "Parquet inside")  # the other containers meet the plain settings in the slow tests
-each_container_and_setting = pytest.mark.parametrize(
-    ("name", "way"),
-    [
-        pytest.param(name, way, marks=[] if way != "plainly" or name in PLAIN else pytest.mark.slow)
-        for way in SETTINGS
-        for name in CONTAINERS
-    ],
-)
+
+
+def containers_and_settings(fast: Sequence[str], plainly: Sequence[str] = ("JSON lines",)) -> pytest.MarkDecorator:
+    """Those named `fast` with the harder settings, and `plainly` those of the plain ones. The slow tests have all others."""
+    return pytest.mark.parametrize(
+        ("name", "way"),
+        [
+            pytest.param(name, way, marks=[] if name in (plainly if way == "plainly" else fast) else pytest.mark.slow)
+            for way in SETTINGS
+            for name in CONTAINERS
+        ],
+    )
+
+
 Make = Callable[..., Reader]
 
 
@@ -122,10 +130,18 @@ def make(source: Source, way: str, plain: Encoder, rule: ImageRule) -> Make:
     return reader
 
 
+@pytest.fixture(scope="module")
+def first_read() -> dict[tuple[str, str], list[Step]]:
+    return {}
+
+
 @pytest.fixture
-def whole(make: Make) -> list[Step]:
-    """All steps of two epochs, from files, read where they are used: what every other way must give."""
-    return steps(make())
+def whole(make: Make, name: str, way: str, first_read: dict[tuple[str, str], list[Step]]) -> list[Step]:
+    """All steps of two epochs, from files, read where they are used: what every other way must give. They are the same wherever the files
+    are, and so are read once."""
+    if (name, way) not in first_read:
+        first_read[name, way] = steps(make())
+    return first_read[name, way]
 
 
 def steps(reader: Reader, state: Any = None) -> list[Step]:
@@ -146,7 +162,7 @@ def contents(reader: Reader) -> dict[str, tuple[Any, ...]]:
     }
 
 
-@each_container_and_setting
+@containers_and_settings(tuple(CONTAINERS), PLAIN)
 def test_each_row_as_often_as_it_should_be(name: str, way: str, make: Make, whole: list[Step]) -> None:
     """Each epoch, for any number of ranks, wherever the run was stopped; with indexes that are there, and without."""
     settings, choice = SETTINGS[way]
@@ -156,7 +172,7 @@ def test_each_row_as_often_as_it_should_be(name: str, way: str, make: Make, whol
     assert stopped(make, [(1, 2), (1, 3)]) == ids(whole)
 
 
-@each_container_and_setting
+@containers_and_settings(KINDS)
 def test_workers_and_indexes_change_nothing(name: str, way: str, source: Source, make: Make, whole: list[Step], tmp_path: Path) -> None:
     """And data that moved are the same data: a run resumes there, with the indexes of before."""
     cache = str(tmp_path / "cache")
@@ -167,7 +183,7 @@ def test_workers_and_indexes_change_nothing(name: str, way: str, source: Source,
     assert_same_steps(steps(there, whole[1].state), whole[2:])
 
 
-@each_container_and_setting
+@containers_and_settings(FEW)
 def test_prepared_data_are_the_same(name: str, way: str, make: Make, whole: list[Step], tmp_path: Path) -> None:
     """It is read by workers, on other ranks, without the source; and a run resumes with either in the other."""
     manifest = prepare.pack_offline(make(), BUDGET, tmp_path / "out")
@@ -185,7 +201,7 @@ def test_prepared_data_are_the_same(name: str, way: str, make: Make, whole: list
 
 
 @pytest.mark.parametrize("way", ["held out"])
-@each_container
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in KINDS else pytest.mark.slow) for name in CONTAINERS])
 def test_data_in_a_store_are_the_same(
     name: str, way: str, source: Source, make: Make, whole: list[Step], store: Store, tmp_path: Path
 ) -> None:
