@@ -1,6 +1,6 @@
 """Does a stage of distilled rationales pay? Questions of two steps (count, compare) on images made by a rule, on a CPU.
 
-    python -m bench.rationales OUT [--seeds 3] [--steps 400]
+    python -m bench.rationales OUT [--seeds 0 1 2] [--steps 400]
 
 A model from scratch learns to count, and to compare at once (`instruct`). Then, for the same further steps, it learns rationales that a
 teacher wrote for the same questions (`reason`), or continues with their short answers: for as many samples (`answers, equal samples`), and
@@ -158,7 +158,7 @@ def of_seed(out: Path, seed: int, steps: int, url: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--images", type=int, default=4000)
     asked = parser.parse_args()
@@ -171,7 +171,7 @@ def main() -> None:
         recipe(asked.out, 0, url) | {"name": "distill", "stages": [stage("none", [str(asked.out / "train/count.json")], 1)]}, "distill"
     )
     distill_recipe(only, asked.out / "reasoned", Where())
-    for seed in range(asked.seeds):
+    for seed in asked.seeds:
         of_seed(asked.out, seed, asked.steps, url)
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.weights import load_into
 from torch import Tensor, nn
 from transformers import LlavaConfig, LlavaForConditionalGeneration, Qwen2Config, Qwen2ForCausalLM, SiglipVisionConfig
 
@@ -13,6 +12,7 @@ from eyeline.core.batch import IGNORE, Document, Grid, Image
 from eyeline.core.plan import Spec
 from eyeline.models import hf, llava, qwen2, siglip2
 from eyeline.models.shape import build
+from tests.weights import load_into
 
 SIDE, PATCH, IMAGE_TOKEN, VOCABULARY = 4, 8, 200, 211
 

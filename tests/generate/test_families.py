@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tests.models import parity
-from tests.models.cases import each_case, each_typical_case
-from tests.models.parity import Case
 
 from eyeline.core.batch import IGNORE, Document
 from eyeline.generate.generate import generate
 from eyeline.generate.sampling import Sampling
+from tests.models import parity
+from tests.models.cases import each_case, each_typical_case
+from tests.models.parity import Case
 
 LENGTH = 12
 

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.generate.parity import generated, image, llava_peers, prompt, qwen2_peers
 
 from eyeline.core.batch import IGNORE, Document
 from eyeline.core.errors import Refused
@@ -15,6 +14,7 @@ from eyeline.data.fetch.batches import batch_of
 from eyeline.generate.generate import Answer, generate, stream
 from eyeline.generate.sampling import Sampling
 from eyeline.models import llava
+from tests.generate.parity import generated, image, llava_peers, prompt, qwen2_peers
 
 LENGTH = 14
 

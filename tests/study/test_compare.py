@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.study.test_report import step_line
-from tests.train.recipe import tiny_run
 
 import eyeline.study.compare as compare_module
 from eyeline.core.errors import Refused
 from eyeline.study.compare import Varied, compare, has_ended, launches, refuse_unequal_work, results, varied, verdict, work
 from eyeline.study.pairs import ratio_of, t_quantile
+from tests.study.test_report import step_line
+from tests.train.recipe import tiny_run
 
 VARY = Varied("threads", ("1", "2"))
 

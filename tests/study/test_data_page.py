@@ -14,9 +14,6 @@ import pytest
 import yaml
 from PIL import Image
 from rich.console import Console
-from tests.command import Command
-from tests.data.later_batches import batches_of
-from tests.train.recipe import tiny_recipe, tiny_run
 
 from eyeline.core.batch import Budget
 from eyeline.core.errors import Refused
@@ -37,6 +34,9 @@ from eyeline.study.page import table
 from eyeline.train.run import Batching, Run
 from eyeline.train.start import description
 from eyeline.train.trainable import plan_of
+from tests.command import Command
+from tests.data.later_batches import batches_of
+from tests.train.recipe import tiny_recipe, tiny_run
 
 VOID = {"meta", "img"}
 ELEMENTS = {

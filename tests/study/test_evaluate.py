@@ -5,13 +5,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.train.recipe import tiny_run
 
 from eyeline.core.errors import Refused
 from eyeline.data.sets import training_samples
 from eyeline.study.evaluate import evaluate, remarks, scores
 from eyeline.study.report import write_report
 from eyeline.train.loop import train
+from tests.train.recipe import tiny_run
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.command import Command
 
 from eyeline.core.errors import Refused
 from eyeline.study.explain import rules
@@ -16,6 +15,7 @@ from eyeline.study.explain.findings import Finding, Names, largest_first
 from eyeline.study.explain.run_facts import RankFacts, RunFacts, after_warm_up, exchange, facts_of_run, retries_of
 from eyeline.study.explain.trace_facts import TraceFacts, facts_of_trace
 from eyeline.study.history import Step, read_history
+from tests.command import Command
 
 FOLDER = Path(__file__).parent / "traces"
 TRUTHS = {path.parent.name: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*/truth.json"))}

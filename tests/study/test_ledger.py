@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.command import Command
-from tests.train.recipe import tiny_run
 
 import eyeline.train.loop as loop
 from eyeline.core.files import read_lines
 from eyeline.study.ledger import CAUSES, Ledger, ledger_of, read_ledger
+from tests.command import Command
+from tests.train.recipe import tiny_run
 
 NOON = 1_780_000_000.0  # seconds since 1970
 

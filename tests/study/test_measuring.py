@@ -4,8 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.study.test_ledger import Log, seconds
-from tests.train.figures import step_figures
 
 from eyeline.core.batch import Counts
 from eyeline.models.flops import NONE, Flops
@@ -13,6 +11,8 @@ from eyeline.study.compare import Varied, verdict
 from eyeline.study.ledger import ledger_of
 from eyeline.study.pairs import ratio_of
 from eyeline.train.step import Report
+from tests.study.test_ledger import Log, seconds
+from tests.train.figures import step_figures
 
 TEXT = (Path(__file__).parents[2] / "docs" / "measuring.md").read_text(encoding="utf-8").partition("# Measuring a run")[2]
 FORMULA = re.compile(r"[\d.,+\-*/() ]+")

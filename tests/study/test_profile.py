@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.train.recipe import tiny_run
 
 from eyeline.core.errors import Refused
 from eyeline.study.profile import profile_recipe
 from eyeline.study.trace import Key, covered, kind_of, memory_timeline, spent_in
+from tests.train.recipe import tiny_run
 
 
 def span(name: str, ts: float, dur: float, cat: str = "cpu_op", tid: int = 1, **args: Any) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.train.recipe import tiny_run
 
 from eyeline.core.errors import NotFinite, Refused
 from eyeline.core.files import read_lines
@@ -16,6 +15,7 @@ from eyeline.study.replay import replay
 from eyeline.train import evidence, loop
 from eyeline.train.evidence import FEWEST, LossSpikes, batches_in
 from eyeline.train.run import Run
+from tests.train.recipe import tiny_run
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, plant: Callable[[torch.nn.Module], object], at: int = 1) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.command import Command
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -23,6 +22,7 @@ from eyeline.study.roofline.roofline import roofline
 from eyeline.study.roofline.sizes import SIZES, config_of
 from eyeline.study.roofline.step import Recording, record_step
 from eyeline.train.run import Run
+from tests.command import Command
 
 H100 = GPUS["h100-80"]
 

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.command import Command
-from tests.study.test_report import step_line
 
 from eyeline.core.errors import Refused
 from eyeline.study.side_by_side import differing, known, numbers, side_by_side
+from tests.command import Command
+from tests.study.test_report import step_line
 
 START: dict[str, Any] = {
     "kind": "start", "hardware": "a machine", "precision": "fp32", "world_size": 1, "packages": {"torch": "2.13.0", "numpy": "2.4"},

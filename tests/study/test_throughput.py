@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.command import Command
 
 from eyeline.core.errors import Refused
 from eyeline.core.files import append_line
 from eyeline.study.bench import lines, throughput
 from eyeline.train.peak import matmul_rate
+from tests.command import Command
 
 
 def step(number: int, seconds: float, wait: float, attempt: int = 1, outcome: str = "applied") -> dict[str, object]:

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.command import Command
 
 from eyeline.core.files import read_json
 from eyeline.parallel.launch import machine
@@ -12,6 +11,7 @@ from eyeline.recipes.read import read_recipe
 from eyeline.study.roofline.roofline import config_for, one_device_lines, resized
 from eyeline.study.roofline.step import record_step
 from eyeline.study.timed_steps import Timed, lines, time_steps
+from tests.command import Command
 
 SMALL = (96, 128, 2)  # tokens, patches, packs
 

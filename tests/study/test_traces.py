@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.study.make_traces import TRACES, truth_of
-from tests.study.record_traces import RECORDED
 
 from eyeline.study.history import json_lines, read_history
 from eyeline.study.ledger import read_ledger
 from eyeline.study.trace import STEP, memory_timeline, spent_in
+from tests.study.make_traces import TRACES, truth_of
+from tests.study.record_traces import RECORDED
 
 FOLDER = Path(__file__).parent / "traces"
 NAMES = sorted(path.parent.name for path in FOLDER.glob("*/truth.json"))

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.study.test_report import PNG, step_line
 
 from eyeline.core.errors import Refused
 from eyeline.study.watch import PAGE, POINTS, Followed, curves, runs_in, server_of
+from tests.study.test_report import PNG, step_line
 
 START = {"kind": "start", "hardware": "a machine", "precision": "fp32", "resumed_from": None, "attempt": 1}
 STAGE = {"kind": "stage", "stage": "align", "steps": 12, "attempt": 1}
