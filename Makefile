@@ -47,7 +47,7 @@ test-transformers4: .venv/ready .venv-transformers4/ready
 
 # NF4 against bitsandbytes, in an environment of its own: dev does without it
 test-qlora: .venv/ready .venv-qlora/ready
-	OMP_NUM_THREADS=1 .venv-qlora/bin/python -m pytest -m qlora tests/kernels/test_nf4.py
+	OMP_NUM_THREADS=1 .venv-qlora/bin/python -m pytest -m qlora tests/kernels/test_nf4.py tests/kernels/test_dynamic8.py tests/train/test_adamw_8bit.py
 
 .venv-qlora/ready: Makefile .venv/ready
 	$(BIN)/python -m venv --clear .venv-qlora

@@ -328,6 +328,7 @@ def turned(*turn: str, see: Observe | str = steps, base: tuple[str, ...] = ()) -
 
 
 ADAMW = ("stages.0.optimizer={kind: adamw, weight_decay: 0.1}",)
+IN_8_BITS = ("stages.0.optimizer={kind: adamw_8bit, weight_decay: 0.1}", "stages.0.steps=3")
 # on o as well: in a fresh model o is zero, and without it nothing reaches the other adapters
 DEEPER = ("model.config.vision.layers=2",)
 LORA = ("stages.0.trains.language={how: lora, lr: 0.02, rank: 2, alpha: 4, dropout: 0.3, targets: [o_proj, v_proj]}",)
@@ -585,6 +586,11 @@ CASES: dict[str, Case] = {
         "stages.0.optimizer.state_dtype=bf16", base=("stages.0.optimizer={kind: adamw}", "stages.0.steps=3")
     ),
     "stages[].optimizer<AdamW>.offload": turned("stages.0.optimizer.offload=true", see=memory, base=("stages.0.optimizer={kind: adamw}",)),
+    "stages[].optimizer<AdamW8bit>.kind": turned("stages.0.optimizer.kind=adamw", base=IN_8_BITS),
+    "stages[].optimizer<AdamW8bit>.betas": turned("stages.0.optimizer.betas=[0.5, 0.6]", base=IN_8_BITS),
+    "stages[].optimizer<AdamW8bit>.eps": turned("stages.0.optimizer.eps=0.1", base=IN_8_BITS),
+    "stages[].optimizer<AdamW8bit>.weight_decay": turned("stages.0.optimizer.weight_decay=5", base=IN_8_BITS),
+    "stages[].optimizer<AdamW8bit>.offload": turned("stages.0.optimizer.offload=true", see=memory, base=IN_8_BITS),
     "stages[].optimizer<Muon>.kind": turned("stages.0.optimizer={kind: adamw}"),
     "stages[].optimizer<Muon>.momentum": turned("stages.0.optimizer.momentum=0.5"),
     "stages[].optimizer<Muon>.adamw_lr_ratio": turned("stages.0.optimizer.adamw_lr_ratio=3"),

@@ -195,8 +195,8 @@ def test_tilde_is_the_home_folder_in_every_path(monkeypatch: pytest.MonkeyPatch,
         ),
         (
             ["stages.all.optimizer={kind: paged_adamw_8bit}"],
-            "stages.all.optimizer.kind: got 'paged_adamw_8bit'; there are adamw, muon. 'paged_adamw_8bit': AdamW in 8 bits is not there: "
-            "state_dtype: bf16 halves its moments, and offload: true keeps them on the host",
+            "stages.all.optimizer.kind: got 'paged_adamw_8bit'; there are adamw, adamw_8bit, muon. 'paged_adamw_8bit': moments are not "
+            "paged: {kind: adamw_8bit, offload: true} keeps them on the host between steps",
         ),
         (
             ["stages.all.optimizer={kind: adamw, in_backward: true}"],

@@ -41,6 +41,7 @@ ALIASES: dict[str, tuple[str, str]] = {
     "min_lr": ("schedule.min_lr_ratio", "it is a share of the rate"),
     "decay": ("schedule.decay_ratio", ""),
     "optim": ("optimizer.kind", ""),
+    "paged": ("optimizer.offload", "moments are on the host between steps, and not paged"),
     "in_backward": ("", "an update inside the backward pass is not there yet: optimizer.state_dtype and offload make AdamW's memory small"),
     "optimizer_in_backward": (
         "",
@@ -164,10 +165,9 @@ ALIASES: dict[str, tuple[str, str]] = {
 
 # values of a setting that are not there, and what is
 NOT_THERE: dict[tuple[str, str], str] = {
-    **{
-        ("kind", name): "AdamW in 8 bits is not there: state_dtype: bf16 halves its moments, and offload: true keeps them on the host"
-        for name in ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adamw_torch_8bit")
-    },
+    ("kind", "paged_adamw"): "moments are not paged: {kind: adamw, offload: true} keeps them on the host between steps",
+    ("kind", "paged_adamw_32bit"): "moments are not paged: {kind: adamw, offload: true} keeps them on the host between steps",
+    ("kind", "paged_adamw_8bit"): "moments are not paged: {kind: adamw_8bit, offload: true} keeps them on the host between steps",
     ("quantize", "int8"): "weights in 8 bits are not there: nf4 stores them in 4",
     ("quantize", "fp4"): "it is not there, and nf4 takes as little memory with smaller errors",
 }
@@ -184,6 +184,7 @@ VALUES: dict[tuple[str, str], str] = {
     ("kind", "warmup_stable_decay"): "wsd",
     ("kind", "adamw_torch"): "adamw",
     ("kind", "adamw_torch_fused"): "adamw",
+    **{("kind", name): "adamw_8bit" for name in ("adamw8bit", "adamw_bnb_8bit", "adamw_torch_8bit", "adam8bit", "adam_8bit")},
     ("precision", "bfloat16"): "bf16",
     ("precision", "float32"): "fp32",
 }

@@ -66,7 +66,7 @@ def lines_of(record: Any, values: Any, error: ValidationError) -> list[str]:
 def _line(place: _Place, problem: Any, recipe: Any, root: Any) -> str:
     kind, got, context = problem["type"], problem["input"], problem.get("ctx", {})
     if kind == "extra_forbidden":
-        return _unknown(place, recipe, root)
+        return _unknown(place, got, recipe, root)
     if problem["loc"][-1:] == ("[key]",):
         known = re.findall(r"'([^']*)'", problem["msg"])
         return f"{'.'.join(place.path[:-1])}: there is no {place.path[-1]!r}; there are {', '.join(known)}.{nearest(place.path[-1], known)}"
@@ -90,14 +90,16 @@ def _line(place: _Place, problem: Any, recipe: Any, root: Any) -> str:
         return f"{place}: got {context['actual_length']} values, wanted {context['max_length']}"
     if kind == "string_pattern_mismatch":
         return f"{place}: got {got!r:.80}, wanted {_description(place)}"
+    if one := _as_tag(place, got):
+        return f"{place}: got {_yaml_value(got)}, wanted a mapping{one}"
     return f"{place}: got {_yaml_value(got)}, wanted {_words(place.wanted)}{_such_as(place)}{_hint(place, got)}"
 
 
-def _unknown(place: _Place, recipe: Any, root: Any) -> str:
+def _unknown(place: _Place, got: Any, recipe: Any, root: Any) -> str:
     """A setting that its record does not have: a misspelt sibling, a setting of another place, or a word that nothing has."""
     name, siblings = place.path[-1], _fields(place.record)
     if renamed := _renamed(place, siblings, root):
-        return renamed
+        return renamed + _renamed_value(name, got)
     if other := _of_other(place):
         return other
     here = f"{place}: there is no such setting"
@@ -147,6 +149,12 @@ def _renamed(place: _Place, siblings: list[str], root: Any) -> str | None:
     return f"{place} is called {called} here{f'; {note}' if note else ''}"
 
 
+def _renamed_value(typed: str, got: Any) -> str:
+    """A sentence about the value of a setting that has another name here, where the value has one, too, or is not there."""
+    hint = _other_word(ALIASES.get(typed, ("", ""))[0].rpartition(".")[2], got)
+    return f".{hint}" if hint else ""
+
+
 def _other_word(setting: str, got: Any) -> str:
     """A hint for a value that is called by another name here."""
     if isinstance(got, str) and (setting, got) in NOT_THERE:
@@ -168,6 +176,20 @@ def _untagged(place: _Place, kind: str, got: Any, context: Any) -> str:
     if not isinstance(got, dict):
         return f"{place}: got {_yaml_value(got)}, wanted a mapping{_such_as(place)}"
     return f"{place}: got {_yaml_value(got)}, which has no `{key}`: add it{_such_as(place)}"
+
+
+def _as_tag(place: _Place, got: Any) -> str | None:
+    """The end of the message for a word in place of a mapping of which it is the `kind`, here or elsewhere; None for another word."""
+    records = [option for option in _options(place.wanted) if isinstance(option, type) and issubclass(option, BaseModel)]
+    keys = {name for record in records for name in _fields(record) if _tags(record, name)} if len(records) > 1 else set[str]()
+    for key in sorted(keys) if isinstance(got, str) else ():
+        known = [tag for record in records for tag in _tags(record, key)]
+        word = got if got in known else VALUES.get((key, got))
+        if word in known:
+            return f", such as {{{key}: {word}}}"
+        if (key, got) in NOT_THERE:
+            return f"{_such_as(place)}.{_other_word(key, got)}"
+    return None
 
 
 def _place_at(record: Any, values: Any, loc: tuple[Any, ...]) -> _Place:

@@ -98,6 +98,19 @@ def whole(x: Tensor) -> Tensor:
     return out
 
 
+def zeros_in_rows(x: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """Zeros in the shape of a tensor, with rows of another width: as the tensor they are sharded, which is not within rows."""
+    if not is_sharded(x):
+        return torch.zeros((*x.shape[:-1], width), dtype=dtype, device=x.device)
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(x, DTensor)
+    assert not any(placement.is_shard(x.ndim - 1) for placement in x.placements), "ranks share out rows, and not what is within them"
+    whole, local = torch.empty((*x.shape[:-1], width), device="meta"), held(x).local
+    zeros = torch.zeros((*local.shape[:-1], width), dtype=dtype, device=local.device)
+    return DTensor.from_local(zeros, x.device_mesh, x.placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
 def places_in_whole(box: Box, shape: tuple[int, ...], start: int, end: int, device: torch.device) -> Tensor:
     """The places that numbers `start` to `end` of a part have in the whole tensor: both are counted row by row."""
     place_N = torch.arange(start, end, device=device)

@@ -5,12 +5,13 @@ Such tensors stand for tensors on a GPU (`kernels/gpu.py: on_gpu`). What is coun
 what PyTorch keeps unused between allocations, comes on top.
 """
 
+import math
 import weakref
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import Tensor
@@ -19,12 +20,13 @@ from torch.utils._pytree import tree_leaves
 
 from eyeline.core.batch import Budget
 from eyeline.core.errors import Refused
-from eyeline.core.plan import Part, Plan
+from eyeline.core.plan import Entry, Part, Plan
 from eyeline.core.words import gib
 from eyeline.data.fetch.full_batch import full_batch
 from eyeline.models.layers import Recompute
 from eyeline.parallel.slices import slice_of
-from eyeline.train.optim import AdamW, Muon, Optimizer
+from eyeline.train.optim import AdamW, AdamW8bit, Muon, Optimizer
+from eyeline.train.small_adamw import bytes_in_8_bits
 
 aten = torch.ops.aten
 
@@ -53,8 +55,8 @@ class Memory:
 
 def memory_of(plan: Plan[Any], optimizer: Optimizer, shards: int = 1, whole_gradients: bool = False) -> Memory:
     """What a stage keeps of its model, on the rank that has most of it. A gradient has its weight's dtype, and so has each moment: two of
-    AdamW, one of Muon; AdamW's may be bfloat16, or on the host. `whole_gradients`: a rank keeps them unsharded until the step's last
-    micro-batch."""
+    AdamW, one of Muon; AdamW's may be bfloat16, in 8 bits, or on the host. `whole_gradients`: a rank keeps them unsharded until the
+    step's last micro-batch."""
     weights = gradients = moments = 0
     for _, x, entry in plan.tensors():
         rows = entry.shape[0] if entry.shape else 1
@@ -63,12 +65,23 @@ def memory_of(plan: Plan[Any], optimizer: Optimizer, shards: int = 1, whole_grad
         weights += size
         if entry.trains:
             gradients += x.numel() * entry.stored.itemsize if whole_gradients else size
-            moments += size * (1 if entry.muon and isinstance(optimizer, Muon) else 2)
-    if isinstance(optimizer, AdamW) and optimizer.state_dtype == "bf16":
-        moments //= 2  # what trains is stored in float32
-    if isinstance(optimizer, AdamW) and optimizer.offload:
+            moments += _moments(tuple(x.shape), entry, optimizer, share)
+    if isinstance(optimizer, AdamW | AdamW8bit) and optimizer.offload:
         return Memory(weights, gradients, 0, offloaded=moments)
     return Memory(weights, gradients, moments)
+
+
+def _moments(shape: tuple[int, ...], entry: Entry, optimizer: Optimizer, share: float) -> int:
+    """The bytes of what a rank that has this share of a parameter keeps of its moments."""
+    match optimizer:
+        case AdamW8bit():
+            return 2 * round(bytes_in_8_bits(shape) * share)
+        case AdamW():
+            return round(math.prod(shape) * share) * (2 if optimizer.state_dtype == "bf16" else entry.stored.itemsize) * 2
+        case Muon():
+            return round(math.prod(shape) * share) * entry.stored.itemsize * (1 if entry.muon else 2)
+        case _:
+            assert_never(optimizer)
 
 
 def activations_of(plan: Plan[Any], budget: Budget) -> int:

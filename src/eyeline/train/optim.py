@@ -37,6 +37,16 @@ class AdamW(Settings):
         return self.offload or self.state_dtype == "bf16"
 
 
+class AdamW8bit(Settings):
+    """AdamW whose moments are kept in 8 bits (Dettmers et al. 2022), in blocks of 256 within rows; those of small tensors in float32."""
+
+    kind: Literal["adamw_8bit"] = "adamw_8bit"
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    offload: bool = False  # the moments are in the host's memory between steps
+
+
 class Muon(Settings):
     """Muon (Jordan 2024) on the matrices of blocks and projector, AdamW on everything else.
 
@@ -53,7 +63,7 @@ class Muon(Settings):
 
 
 STATES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-Optimizer = Annotated[AdamW | Muon, Field(discriminator="kind")]
+Optimizer = Annotated[AdamW | AdamW8bit | Muon, Field(discriminator="kind")]
 
 
 def make_optimizers(plan: Plan[Any], settings: Optimizer, seed: int = 0, mesh: "Mesh | None" = None) -> list[torch.optim.Optimizer]:
@@ -72,6 +82,9 @@ def make_optimizers(plan: Plan[Any], settings: Optimizer, seed: int = 0, mesh: "
             return [SmallAdamW(groups, settings.betas, settings.eps, dtype, settings.offload, seed)]
         case AdamW():
             return [_adamw(settings, _groups(trainable, settings.weight_decay, ratio=1.0))]
+        case AdamW8bit():
+            groups = _groups(trainable, settings.weight_decay, ratio=1.0)
+            return [SmallAdamW(groups, settings.betas, settings.eps, torch.uint8, settings.offload, seed)]
         case Muon():
             matrices = [one for one in trainable if one[2].muon]
             rest = [one for one in trainable if not one[2].muon]
@@ -159,19 +172,26 @@ def load_state_tensors(
     refuse_misfits(f"the optimizer state of {where}", misfits(given, wanted, "exact"))
     for optimizer, name, parameter in _parameters(optimizers):
         kept = {} if name in without else _state_of(optimizer, parameter)
-        optimizer.state[parameter] = {key: _loaded(stored, f"{name}:{key}", parameter, optimizer) for key in kept}
+        optimizer.state[parameter] = _loaded(stored, name, parameter, optimizer, kept)
 
 
-def _loaded(stored: Stored, name: str, parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> Tensor:
-    """What is stored, on the parameter's device and sharded as it is. AdamW's fused kernel wants `step`, a number, there too; ours keeps it
-    on the host, where it is read."""
+def _loaded(
+    stored: Stored, name: str, parameter: nn.Parameter, optimizer: torch.optim.Optimizer, keys: Collection[str]
+) -> dict[str, Tensor]:
+    """What is stored of a parameter, on its device and sharded as it is. AdamW's fused kernel wants `step`, a number, there too; ours keeps
+    it on the host, where it is read."""
     small = isinstance(optimizer, SmallAdamW)
-    if name.endswith(":step"):
-        return stored.read(name) if small else stored.read(name).to(parameter.device)
-    value = optimizer.new_moment(parameter) if small else torch.empty_like(parameter, requires_grad=False)
-    part = held(value)
-    part.local.copy_(stored.read(name, part.box))
-    return value
+    new = optimizer.new_moments(parameter) if small and keys else {}
+    values: dict[str, Tensor] = {}
+    for key in keys:
+        if key == "step":
+            number = stored.read(f"{name}:{key}")
+            values[key] = number if small else number.to(parameter.device)
+            continue
+        values[key] = new[key] if small else torch.empty_like(parameter, requires_grad=False)
+        part = held(values[key])
+        part.local.copy_(stored.read(f"{name}:{key}", part.box))
+    return values
 
 
 def _state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
@@ -179,8 +199,9 @@ def _state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict
     like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
     match optimizer:
         case SmallAdamW():
-            like = like.to(optimizer.dtype)
-            return {"step": torch.empty((), dtype=torch.float32, device="meta"), "exp_avg": like, "exp_avg_sq": like}
+            sizes = optimizer.sizes(tuple(parameter.shape))
+            moments = {key: torch.empty(shape, dtype=dtype, device="meta") for key, (shape, dtype) in sizes.items()}
+            return {"step": torch.empty((), dtype=torch.float32, device="meta")} | moments
         case torch.optim.AdamW():
             return {"step": torch.empty((), dtype=torch.float32, device="meta"), "exp_avg": like, "exp_avg_sq": like}
         case torch.optim.Muon():

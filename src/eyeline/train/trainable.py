@@ -21,7 +21,7 @@ from eyeline.parallel.mesh import problems as mesh_problems
 from eyeline.parallel.mesh import schedule_problems
 from eyeline.parallel.slices import own_slices
 from eyeline.train.memory import Memory, activations_of, activations_of_slices, fewest_recomputed, memory_of
-from eyeline.train.optim import AdamW
+from eyeline.train.optim import AdamW, AdamW8bit
 from eyeline.train.run import COMPUTE, Adapted, Checkpointing, Full, Run, Stage
 from eyeline.train.slices import cuts_for
 
@@ -200,10 +200,16 @@ def rank_problems(run: Run, world_size: int) -> Iterator[str]:
     """Settings of stages that do not fit a number of ranks, and those that are of one device."""
     for stage in run.stages if world_size > 1 else ():
         yield from (f"stages.{stage.name}.{line}" for line in schedule_problems(run.mesh, world_size, stage.batch.packs_per_step))
-        if isinstance(stage.optimizer, AdamW) and stage.optimizer.offload:
+        if isinstance(stage.optimizer, AdamW8bit) and run.mesh.tp > 1:
+            yield (
+                f"stages.{stage.name}.optimizer.kind: the moments of adamw_8bit are in blocks within the rows of weights, and "
+                f"mesh.tp={run.mesh.tp} cuts rows. Use kind: adamw with state_dtype: bf16, or mesh.dp_shard in place of tp"
+            )
+        if isinstance(stage.optimizer, AdamW | AdamW8bit) and stage.optimizer.offload:
+            less = "; state_dtype: bf16 halves each rank's share" if isinstance(stage.optimizer, AdamW) else ""
             yield (
                 f"stages.{stage.name}.optimizer.offload keeps the moments of one device on the host, and there are {world_size} ranks, "
-                "which share them out (mesh.dp_shard). Leave it out; state_dtype: bf16 halves each rank's share"
+                f"which share them out (mesh.dp_shard). Leave it out{less}"
             )
         for part, lora in adapters_of(stage).items():
             if lora.quantize != "none":
