@@ -2083,6 +2083,18 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "one.in_flight",
             "distill/test_server.py::test_of_two_servers_one_that_is_down_costs_no_wait",
         ),
+        (
+            "distill/server.py",
+            "        servers.limit_name = NEWER_LIMIT\n",
+            "",
+            "distill/test_server.py::test_a_server_that_names_the_newer_limit_is_asked_by_it_from_then_on",
+        ),
+        (
+            "distill/server.py",
+            " or NEWER_LIMIT not in str(denied)",
+            "",
+            "distill/test_server.py::test_a_request_that_is_refused_is_an_answer_of_its_own",
+        ),
         ("distill/ask.py", "{prompt.id}", "", "distill/test_job.py::test_several_prompts_and_answers_vote"),
         (
             "distill/job.py",

@@ -77,6 +77,7 @@ def test_the_same_command_asks_for_nothing_that_is_committed(eyeline: Command, t
         script.faults = [None] * 7 + [status(503)]  # in the third partition
         first = eyeline("distill", str(path), "--out", "distilled")
         assert first.code == 10 and "the teacher did not answer a request after 1 attempts" in first.err, first.err
+        assert "the same command resumes: what is committed is not asked again" in first.err
         assert len(script.asked) == 8
         assert eyeline("distill", str(path), "--out", "distilled").code == 0
         assert len(script.asked) == 8 + 3 + 1  # the third partition again, and the last one
@@ -206,6 +207,13 @@ def test_dry_shows_verdicts_and_an_estimate_and_writes_nothing(eyeline: Command,
     assert "rejected: wrong" in done.out
     assert "all 10 samples: 10 requests" in done.out
     assert "tokens: about 1,000 of prompts and 200 of answers; cost: about 0.00 USD" in done.out
+
+
+def test_dry_without_a_server_does_not_speak_of_resuming(eyeline: Command, tmp_path: Path) -> None:
+    path = write_recipe(tmp_path, recipe_with(tmp_path, server("http://127.0.0.1:9/v1", retries=0)))
+    done = eyeline("distill", str(path), "--dry", "1")
+    assert done.code == 10 and "the teacher did not answer a request after 1 attempts" in done.err
+    assert "commit" not in done.err and "resume" not in done.err
 
 
 def test_check_shows_what_would_be_asked(eyeline: Command, tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_requests_are_spread_over_the_servers() -> None:
 def test_a_teacher_that_never_answers_ends_the_job() -> None:
     with scripted(lambda body: "fine") as script:
         script.always = status(503, {"detail": "model is loading"})
-        with pytest.raises(TeacherFailed, match=r"after 4 attempts .*HTTP 503: model is loading.*same command resumes"):
+        with pytest.raises(TeacherFailed, match=r"after 4 attempts .*HTTP 503: model is loading.*retries and timeout say how often"):
             post(servers(script.url))
     assert len(script.asked) == 4
 
@@ -268,6 +268,33 @@ def test_a_request_that_is_refused_is_an_answer_of_its_own() -> None:
 def test_a_server_that_refuses_all_of_a_partition_ends_the_job() -> None:
     with pytest.raises(Refused, match=r"refused all 2 requests of a partition: HTTP 422: no seeds.*seeds: false"):
         answers(lambda body: "fine", 2, [status(422, {"detail": "no seeds"})] * 2)
+
+
+NEWER = "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
+
+
+def takes_the_newer_limit(handler: Handler) -> bool:
+    return "max_tokens" in handler.body and status(400, {"error": {"message": NEWER}})(handler)
+
+
+def test_a_server_that_names_the_newer_limit_is_asked_by_it_from_then_on() -> None:
+    requests = [Request((Message("user", (Text(f"question {n}"),)),), n) for n in range(3)]
+    with scripted(lambda body: "fine") as script:
+        script.always = takes_the_newer_limit
+        found = OpenAITeacher(*settings(server(script.url, concurrency=1), max_new_tokens=77)).answers(requests)
+    assert [one.finish for one in found] == ["stop"] * 3
+    limits = [{name: body[name] for name in body if "tokens" in name} for body in script.asked]
+    assert limits == [{"max_tokens": 77}, *[{"max_completion_tokens": 77}] * 3]
+
+
+def test_a_limit_that_is_too_large_by_both_names_is_refused_by_the_first() -> None:
+    too_large = status(400, {"error": {"message": "'max_tokens' or 'max_completion_tokens' is too large: 77"}})
+    with scripted(lambda body: "fine") as script:
+        script.faults = [too_large, too_large]
+        asked = OpenAITeacher(*settings(server(script.url, concurrency=1)))
+        found = asked.answers([Request((Message("user", (Text("q"),)),), n) for n in range(2)])
+    assert [one.finish for one in found] == ["failed", "stop"]
+    assert "max_tokens" in script.asked[-1]
 
 
 def test_after_a_failure_no_more_is_asked() -> None:

@@ -72,6 +72,7 @@ class Servers:
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     stopped: threading.Event = field(default_factory=threading.Event)  # no request is begun any more
+    limit_name: str = "max_tokens"  # how they call the most tokens of an answer
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -102,8 +103,8 @@ class Servers:
         last = "; ".join(f"{server.url}: {server.last}" for server in self._servers if server.last)
         why = "The server's log says why; a wrong distill.teacher.model, too, where it loads models by name. " if fails else ""
         raise TeacherFailed(
-            f"the teacher did not answer a request after {self.retries + 1} attempts ({last}). {why}Once it does, the same command "
-            "resumes: what is committed is not asked again. distill.teacher.retries and timeout say how patient it is"
+            f"the teacher did not answer a request after {self.retries + 1} attempts ({last}). {why}distill.teacher.retries and timeout "
+            "say how often and how long it is asked"
         )
 
     def _others_are_answered(self, before: int) -> bool:

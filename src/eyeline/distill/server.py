@@ -22,6 +22,7 @@ from eyeline.distill.teacher import Finish, Request, Said
 from eyeline.parallel.secrets import secret_named
 
 AS_THEY_ARE = {b"\xff\xd8": "jpeg", b"\x89P": "png", b"RI": "webp"}  # formats that servers take, by how they begin
+NEWER_LIMIT = "max_completion_tokens"  # in place of max_tokens, which some hosted models refuse by naming this
 ORIENTATION = 0x0112  # in EXIF
 FINISHES: dict[Any, Finish] = {"stop": "stop", "length": "length", "content_filter": "filtered", "end_turn": "stop", None: "stop"}
 
@@ -82,16 +83,29 @@ class OpenAITeacher:
         body: dict[str, Any] = {
             "model": teacher.model,
             "messages": messages,
-            "max_tokens": settings.max_new_tokens,
             "temperature": settings.temperature,
             **({"top_p": settings.top_p} if settings.top_p < 1 else {}),
             **({"seed": request.seed} if teacher.seeds else {}),
             **teacher.extra,
         }
         try:
-            return self._servers.post("chat/completions", body, said_in)
+            return self._completion(body)
         except Denied as denied:
             return Said("", "failed", why=str(denied))
+
+    def _completion(self, body: dict[str, Any]) -> Said:
+        """The answer to a request, with the limit of its tokens by the name that the server takes. A server that refuses one name and
+        names the other is asked by that from then on. Denied as of `post`."""
+        servers, limit = self._servers, self.settings.max_new_tokens
+        name = servers.limit_name
+        try:
+            return servers.post("chat/completions", body | {name: limit}, said_in)
+        except Denied as denied:
+            if name == NEWER_LIMIT or NEWER_LIMIT not in str(denied):
+                raise
+        found = servers.post("chat/completions", body | {NEWER_LIMIT: limit}, said_in)
+        servers.limit_name = NEWER_LIMIT
+        return found
 
     def _message(self, message: Message) -> dict[str, Any]:
         texts = [part for part in message.parts if isinstance(part, Text)]

@@ -43,7 +43,7 @@ class ServerTeacher(Settings):
         return extra
 
 
-OURS = ("model", "messages", "temperature", "top_p", "max_tokens", "seed", "n", "stream")  # fields of a request
+OURS = ("model", "messages", "temperature", "top_p", "max_tokens", "max_completion_tokens", "seed", "n", "stream")  # fields of a request
 
 
 class ModelTeacher(Settings):

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from eyeline.core.errors import Refused
+from eyeline.core.errors import Refused, TeacherFailed
 from eyeline.core.files import make_folder
 from eyeline.core.log import say, visible
 from eyeline.core.words import counted, percent
@@ -29,7 +29,10 @@ def distill_recipe(run: Run, folder: Path, where: Where) -> None:
     own = folder / JOBS / f"shard-{where.shard}-of-{where.shards}" if where.shards > 1 else folder
     make_folder(own)
     with sole_owner(own):
-        made = distill(settings, student, folder, where)
+        try:
+            made = distill(settings, student, folder, where)
+        except TeacherFailed as failed:
+            raise TeacherFailed(f"{failed}. Once it answers, the same command resumes: what is committed is not asked again") from failed
     if made is None:
         say(
             f"{folder}: the share {where.shard} of {where.shards} is done. When the others have ended, run one of the commands again, or "
