@@ -469,7 +469,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "kernels/cross_entropy.py",
-            "dlogits_RV = dlogits_RV.mul_(wanted_R1).to(x_LD.dtype)",
+            "dlogits_RV = dlogits_RV.mul_(wanted_R1 if gain == 1 else wanted_R1 * gain).to(x_LD.dtype)",
             "dlogits_RV = dlogits_RV.to(x_LD.dtype)",
             "kernels/test_cross_entropy.py::test_loss_and_gradients",
         ),
@@ -510,6 +510,42 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "        if max_grad_norm:",
             "        if False:",
             "train/test_step.py::test_clipping_bounds_the_gradient_that_is_applied",
+        ),
+        (
+            "train/step.py",
+            "        unscale(parameters, loss_scale)",
+            "        pass",
+            "train/test_loss_scale.py::test_scales_and_updates_are_those_of_grad_scaler",
+        ),
+        (
+            "train/step.py",
+            "loss_scale > LEAST and math.isfinite(loss)",
+            "math.isfinite(loss)",
+            "train/test_loss_scale.py::test_an_overflow_is_no_fault_while_the_scale_can_fall",
+        ),
+        (
+            "train/loss_scale.py",
+            "return LossScale(max(self.factor / 2, LEAST), 0)",
+            "return LossScale(max(self.factor / 2, LEAST), self.good_steps)",
+            "train/test_loss_scale.py::test_scale_halves_doubles_and_stays_at_its_least",
+        ),
+        (
+            "train/loop.py",
+            "loss_scale=scale.factor, good_steps=scale.good_steps)",
+            "loss_scale=scale.factor)",
+            "train/test_loss_scale.py::test_planted_overflow_skips_one_step_and_a_resume_is_bit_for_bit",
+        ),
+        (
+            "train/slices.py",
+            "return loss if loss_scale is None else loss * loss_scale",
+            "return loss",
+            "parallel/test_slices.py::test_slices_together_with_others_update_as_one_process[fp16]",
+        ),
+        (
+            "kernels/cross_entropy.py",
+            "FLOAT16_GAIN = 1024.0",
+            "FLOAT16_GAIN = 1.0",
+            "kernels/test_cross_entropy.py::test_small_gradients_survive_float16",
         ),
         (
             "train/step.py",

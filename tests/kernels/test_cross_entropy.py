@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from eyeline.core.batch import IGNORE
 from eyeline.kernels.cross_entropy import summed_cross_entropy, summed_cross_entropy_plain
+from eyeline.kernels.distillation import Teacher, summed_losses
 
 L, D, V = 11, 6, 37
 
@@ -98,6 +99,27 @@ def test_bfloat16_rows_over_a_float32_weight():
     assert loss.item() == pytest.approx(want.item(), rel=0.01)
     once = torch.autograd.grad(summed_cross_entropy_plain(x_LD.detach()[:L].float(), weight_VD, labels_L[:L]), weight_VD)[0]
     torch.testing.assert_close(weight_VD.grad, 200 * once, atol=200 * 0.05, rtol=0.02)
+
+
+@pytest.mark.parametrize("teacher", [False, True])
+def test_small_gradients_survive_float16(teacher: bool) -> None:
+    """Rows that are all but learned: 1 - p is below what float16 can hold, and the loss scale comes only in the backward pass."""
+    x_LD = torch.eye(8)[:5] * 17
+    weight_VD, labels_L = torch.eye(8), torch.arange(5)
+    found = []
+    for dtype, scale in ((torch.float32, 1.0), (torch.float16, 65536.0)):
+        x, weight = x_LD.clone().to(dtype).requires_grad_(), weight_VD.clone().requires_grad_()
+        if teacher:
+            of_rows = Teacher(labels_L[:, None], torch.zeros(5, 1), kl=1.0, temperature=1.0)
+            loss = summed_losses(x, weight, labels_L, of_rows).total
+        else:
+            loss = summed_cross_entropy(x, weight, labels_L, 4)
+        (loss * scale).backward()
+        assert (x.grad.dtype, weight.grad.dtype) == (dtype, torch.float32)
+        found.append((x.grad.float() / scale, weight.grad / scale))
+    assert 0 < float(found[0][0].abs().max()) < 1e-6
+    for got, want in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(got, want, rtol=0.02, atol=1e-12)
 
 
 def test_no_tensor_as_large_as_all_logits():

@@ -68,6 +68,7 @@ HOW = {
     "fsdp x ep": ("qwen3_vl-moe", Setup(sizes=MeshSizes(pp=2, dp_shard=2, ep=2), balance=Aux(coef=0.5)), 4),
     "tp x fsdp": ("qwen3_vl", Setup(sizes=MeshSizes(pp=2, dp_shard=2, tp=2)), 8),
     "bf16": ("llava", Setup(sizes=PP, precision=torch.bfloat16, steps=1), 2),
+    "fp16": ("llava", Setup(sizes=PP, precision=torch.float16, loss_scale=64.0, steps=1), 2),
 }
 OFTEN = ("projector alone", "fsdp x ep")
 

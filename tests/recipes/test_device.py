@@ -54,7 +54,7 @@ EXPERTS = {
         "intermediate_size": 24, "experts": SPARSE, "tie_embeddings": True,
     },
 }  # fmt: skip
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def chosen(config: dict[str, Any], capability: tuple[int, int] | None, dtype: torch.dtype = BF16, **how: Any) -> tuple[str, str]:
@@ -79,6 +79,9 @@ def test_a_cpu_has_one_kernel_and_says_nothing() -> None:
         (LLAVA, (8, 0), BF16, "flash attention", None),
         (LLAVA, (7, 5), BF16, None, "has no bfloat16 in hardware"),
         (LLAVA, (7, 5), BF16, None, "one document at a time (scaled_dot_product_attention), because flash attention needs compute"),
+        (LLAVA, (7, 0), FP16, None, "one document at a time (scaled_dot_product_attention), because flash attention needs compute"),
+        (LLAVA, (9, 0), FP16, "flash attention over packed documents", "computes as fast in bf16, which has no such limits"),
+        (EXPERTS, (9, 0), FP16, None, "experts: one at a time, with a GPU synchronisation in every layer, because the grouped matrix"),
         (LLAVA, (9, 0), FP32, None, "precision: fp32 on a GPU"),
         (LLAVA, (9, 0), FP32, None, "flash attention computes in bfloat16 or float16, and this is float32"),
         (

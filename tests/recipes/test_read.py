@@ -50,7 +50,8 @@ def test_null_survives_too() -> None:
         ("stages.0.epochs=1", ["both steps and epochs are given. Remove one: stages.shapes.steps=null or stages.shapes.epochs=null"]),
         ("save_steps=0", ["save_steps", "greater than 0"]),
         ("save_total_limit=0", ["save_total_limit", "greater than 0"]),
-        ("precision=fp16", ["fp16", "bf16"]),
+        ("precision=fp8", ["precision: got 'fp8'", "fp8 is not there yet"]),
+        ("precision=float16", ["'float16' is called 'fp16' here"]),
         (
             "stages.0.schedule.warmup_ratio=1.5",
             ["stages.shapes.schedule.warmup_ratio: got 1.5, wanted a number at most 1 (it is a fraction of the whole)"],

@@ -96,6 +96,12 @@ def test_peak_of_each_product_is_its_own(name: str, peak: float | None) -> None:
     assert peak_of(name) == peak
 
 
+def test_peaks_in_fp16_are_those_of_bf16_and_of_older_gpus() -> None:
+    names = ("NVIDIA H200", "Tesla T4", "Tesla V100-SXM2-16GB", "Tesla V100-PCIE-32GB", "Tesla V100S-PCIE-32GB", "NVIDIA TITAN V")
+    assert [peak_of(name, "fp16") for name in names] == [989e12, 65e12, 125e12, 112e12, 130e12, None]
+    assert [peak_of(name, "fp32") for name in names] == [None] * 6
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_utilisation_is_of_the_peak_that_the_start_names(tmp_path: Path, precision: str) -> None:
     """Measured in the run's precision; and in bfloat16, logged steps say which weights they left as they were."""

@@ -22,9 +22,9 @@ CONFIG = llava.Config(
 )
 
 
-def model(config: llava.Config = CONFIG, seed: int = 0) -> llava.Model:
+def model(config: llava.Config = CONFIG, seed: int = 0, compute_dtype: torch.dtype = torch.float32) -> llava.Model:
     """A model whose every tensor is random: zeros at the start would hide what does not arrive."""
-    made = build(config, "cpu")
+    made = build(config, "cpu", compute_dtype=compute_dtype)
     rng = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -59,6 +59,8 @@ def update_alone(
     balance: Balance | None = None,
     seed: int = 0,
     step: int = 0,
+    loss_scale: float | None = None,
 ) -> Report:
     """One update by the only rank."""
-    return update(model, optimizers, step_alone(batches), ONE_DEVICE, max_grad_norm=max_grad_norm, balance=balance, seed=seed, step=step)
+    how = {"max_grad_norm": max_grad_norm, "balance": balance, "seed": seed, "step": step, "loss_scale": loss_scale}
+    return update(model, optimizers, step_alone(batches), ONE_DEVICE, **how)

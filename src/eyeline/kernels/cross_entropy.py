@@ -3,6 +3,7 @@
 Dims: L labelled rows  D width  V vocabulary  R rows of one chunk  N rows of the vocabulary that are trained apart
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,23 +63,50 @@ def logits_of(x_RD: Tensor, weight_VD: Tensor) -> Tensor:
     return float32.product(x_RD, weight_VD.T) if on_gpu(x_RD) else (x_RD @ weight_VD.T).float()
 
 
+# Gradients of logits are made before the factor of the loss is known (`_Chunked`), and are 1 at most: float16 would round those
+# below 3e-8 to zero. There they are this much larger, and their products, which float16 could not hold, are in float32.
+FLOAT16_GAIN = 1024.0
+
+
+def gain_of(dtype: torch.dtype) -> float:
+    """What gradients of logits are multiplied by before they are rounded to `dtype`: what follows from them is divided by it."""
+    return FLOAT16_GAIN if dtype == torch.float16 else 1.0
+
+
+def gradient_product(a_TD: Tensor, b_DE: Tensor) -> Tensor:
+    """a·b of gradients of logits: of float16 in float32, else in their dtype."""
+    return float32.product(a_TD, b_DE) if a_TD.dtype == torch.float16 else a_TD @ b_DE
+
+
+def gradient_like(x: Tensor) -> Tensor:
+    """Memory for what products of gradients of logits give."""
+    return torch.empty_like(x, dtype=torch.float32 if x.dtype == torch.float16 else x.dtype)
+
+
+def times_loss(made: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None], dloss: Tensor, gain: float) -> list[Tensor | None]:
+    """Gradients that were made in the forward pass, scaled in place and cast."""
+    factor = dloss if gain == 1 else dloss / gain
+    return [None if x is None else x.mul_(factor).to(dtype) for x, dtype in zip(made, dtypes, strict=True)]
+
+
 @one_kernel
-def logits_gradient(logp_RV: Tensor, labels_R: Tensor, dtype: torch.dtype) -> Tensor:
-    """softmax - one-hot, and nothing in a row without a label."""
+def logits_gradient(logp_RV: Tensor, labels_R: Tensor, dtype: torch.dtype, gain: float = 1.0) -> Tensor:
+    """softmax - one-hot, and nothing in a row without a label; times `gain`."""
     picked_RV = torch.arange(logp_RV.shape[1], device=labels_R.device) == labels_R[:, None]
-    return torch.where((labels_R != IGNORE)[:, None], logp_RV.exp() - picked_RV.float(), 0).to(dtype)
+    made_RV = torch.where((labels_R != IGNORE)[:, None], logp_RV.exp() - picked_RV.float(), 0)
+    return (made_RV if gain == 1 else made_RV * gain).to(dtype)
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_LD: Tensor, weight_VD: Tensor, labels_L: Tensor, chunk: int, rows_ND: Tensor | None, first: int) -> Tensor:
-        x_needed, weight_needed = ctx.needs_input_grad[:2]
+        (x_needed, weight_needed), gain = ctx.needs_input_grad[:2], gain_of(x_LD.dtype)
         cast_VD = weight_VD.to(x_LD.dtype)
         apart = slice(first, first + (0 if rows_ND is None else len(rows_ND)))
         cast_ND = None if rows_ND is None else rows_ND.to(x_LD.dtype)
         drows_ND = None if rows_ND is None else torch.zeros_like(rows_ND, dtype=torch.float32)
         loss = x_LD.new_zeros((), dtype=torch.float32)
-        dx_LD = torch.empty_like(x_LD) if x_needed else None
+        dx_LD = gradient_like(x_LD) if x_needed else None
         dweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if weight_needed else None
         start = 0
         for x_RD, labels_R in _chunks(x_LD, labels_L, chunk):
@@ -89,24 +117,24 @@ class _Chunked(torch.autograd.Function):
             logp_RV = F.log_softmax(logits_RV, -1)
             loss += F.nll_loss(logp_RV, labels_R, ignore_index=IGNORE, reduction="sum")
             if on_gpu(logp_RV):
-                dlogits_RV = logits_gradient(logp_RV, labels_R, x_LD.dtype)
+                dlogits_RV = logits_gradient(logp_RV, labels_R, x_LD.dtype, gain)
             else:
                 dlogits_RV = logp_RV.exp_()  # softmax - one-hot, and nothing in a row without a label
                 wanted_R1 = (labels_R != IGNORE)[:, None]
                 dlogits_RV.scatter_add_(1, labels_R[:, None] * wanted_R1, -wanted_R1.to(dlogits_RV.dtype))
-                dlogits_RV = dlogits_RV.mul_(wanted_R1).to(x_LD.dtype)
+                dlogits_RV = dlogits_RV.mul_(wanted_R1 if gain == 1 else wanted_R1 * gain).to(x_LD.dtype)
             dnew_RN = dlogits_RV[:, apart].clone()
             dlogits_RV[:, apart] = 0
             if dx_LD is not None:
-                dx_LD[rows] = dlogits_RV @ cast_VD
+                dx_LD[rows] = gradient_product(dlogits_RV, cast_VD)
             if drows_ND is not None and cast_ND is not None:
-                drows_ND += dnew_RN.T @ x_RD
+                drows_ND += gradient_product(dnew_RN.T, x_RD)
                 if dx_LD is not None:
-                    dx_LD[rows] += dnew_RN @ cast_ND
+                    dx_LD[rows] += gradient_product(dnew_RN, cast_ND)
             if dweight_VD is not None and x_RD.dtype == torch.float32:
                 dweight_VD.addmm_(dlogits_RV.T, x_RD)  # no extra product as large as the weight
             elif dweight_VD is not None:
-                dweight_VD += dlogits_RV.T @ x_RD
+                dweight_VD += gradient_product(dlogits_RV.T, x_RD)
         ctx.gradients = (dx_LD, dweight_VD, drows_ND)
         ctx.dtypes = (x_LD.dtype, weight_VD.dtype, None if rows_ND is None else rows_ND.dtype)
         return loss
@@ -115,6 +143,5 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         # handed over, not saved: scaled in place, they would be wrong in a second backward pass, which fails here instead
         made, ctx.gradients = ctx.gradients, None
-        (dloss,) = gradients
-        dx_LD, dweight_VD, drows_ND = (None if x is None else x.mul_(dloss).to(dtype) for x, dtype in zip(made, ctx.dtypes, strict=True))
+        dx_LD, dweight_VD, drows_ND = times_loss(made, ctx.dtypes, gradients[0], gain_of(ctx.dtypes[0]))
         return dx_LD, dweight_VD, None, None, drows_ND, None

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from eyeline.core.batch import IGNORE
 from eyeline.core.dims import dims
-from eyeline.kernels.cross_entropy import LOGITS_PER_CHUNK
+from eyeline.kernels.cross_entropy import LOGITS_PER_CHUNK, gain_of, gradient_like, gradient_product, times_loss
 from eyeline.kernels.gpu import on_gpu
 
 
@@ -65,10 +65,10 @@ def summed_losses(x_LD: Tensor, weight_VD: Tensor, labels_L: Tensor, teacher: Te
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_LD: Tensor, weight_VD: Tensor, labels_L: Tensor, teacher: Teacher, chunk: int) -> tuple[Tensor, Tensor]:
-        x_needed, weight_needed = ctx.needs_input_grad[:2]
+        (x_needed, weight_needed), gain = ctx.needs_input_grad[:2], gain_of(x_LD.dtype)
         cast_VD = weight_VD.to(x_LD.dtype)
         loss, divergence = (x_LD.new_zeros((), dtype=torch.float32) for _ in range(2))
-        dx_LD = torch.empty_like(x_LD) if x_needed else None
+        dx_LD = gradient_like(x_LD) if x_needed else None
         dweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if weight_needed else None
         for start in range(0, len(x_LD), chunk):
             rows = slice(start, start + chunk)
@@ -79,11 +79,11 @@ class _Chunked(torch.autograd.Function):
             loss, divergence = loss + ours + added, divergence + added
             if dlogits_RV is None:
                 continue
-            dlogits_RV = dlogits_RV.to(x_LD.dtype)
+            dlogits_RV = (dlogits_RV if gain == 1 else dlogits_RV.mul_(gain)).to(x_LD.dtype)
             if dx_LD is not None:
-                dx_LD[rows] = dlogits_RV @ cast_VD
+                dx_LD[rows] = gradient_product(dlogits_RV, cast_VD)
             if dweight_VD is not None:
-                dweight_VD += dlogits_RV.T @ x_RD
+                dweight_VD += gradient_product(dlogits_RV.T, x_RD)
         ctx.gradients = (dx_LD, dweight_VD)
         ctx.dtypes = (x_LD.dtype, weight_VD.dtype)
         ctx.mark_non_differentiable(divergence)
@@ -92,10 +92,8 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         # handed over, not saved, as in cross_entropy.py
-        (dx_LD, dweight_VD), ctx.gradients = ctx.gradients, None
-        dloss, (x_dtype, weight_dtype) = gradients[0], ctx.dtypes
-        dx_LD = None if dx_LD is None else dx_LD.mul_(dloss).to(x_dtype)
-        dweight_VD = None if dweight_VD is None else dweight_VD.mul_(dloss).to(weight_dtype)
+        made, ctx.gradients = ctx.gradients, None
+        dx_LD, dweight_VD = times_loss(made, ctx.dtypes, gradients[0], gain_of(ctx.dtypes[0]))
         return dx_LD, dweight_VD, None, None, None
 
 

@@ -1,5 +1,5 @@
-"""Products that are summed in float32 and given in it, of bfloat16 matrices, on a GPU's tensor cores: casting a matrix up first would cost
-a pass over it and a product without those units.
+"""Products that are summed in float32 and given in it, of matrices in half precision, on a GPU's tensor cores: casting a matrix up first
+would cost a pass over it and a product without those units.
 
 Dims: T rows  D width  E outputs
 """
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eyeline.kernels.gpu import on_gpu
+from eyeline.kernels.gpu import HALF, on_gpu
 
 GIVES_FLOAT32 = "dtype" in torch.ops.aten.mm.overloads() and torch.version.hip is None  # torch.mm(out_dtype=), of CUDA
 
 
 def product(a_TD: Tensor, b_DE: Tensor) -> Tensor:
     """a·b in float32, of matrices of one dtype."""
-    if a_TD.dtype == torch.bfloat16 and on_gpu(a_TD) and GIVES_FLOAT32:
+    if a_TD.dtype in HALF and on_gpu(a_TD) and GIVES_FLOAT32:
         return torch.mm(a_TD, b_DE, out_dtype=torch.float32)
     return a_TD.float() @ b_DE.float()
 

@@ -63,7 +63,7 @@ def grouped_obstacle(dtype: torch.dtype, capability: Capability) -> str | None:
     if capability < (8, 0):
         return f"the grouped matrix product needs compute capability 8.0, and this GPU has {capability_text(capability)}"
     if dtype != torch.bfloat16:
-        return "the grouped matrix product computes in bfloat16, and this is float32"
+        return f"the grouped matrix product computes in bfloat16, and this is {str(dtype).removeprefix('torch.')}"
     return None
 
 

@@ -254,12 +254,20 @@ PEAKS = {
     "MI300A": 9.81e14,
     "MI250X": 3.83e14,
 }
+# Of GPUs without bfloat16, in float16: the data sheets of V100 and T4. The GPUs above compute as fast in float16.
+FP16_PEAKS = {
+    "V100S": 1.3e14,
+    "V100-PCIE": 1.12e14,
+    "V100": 1.25e14,
+    "T4": 6.5e13,
+}
 _OTHER = r"(?! (Laptop|D|Ti|SUPER)\b)"  # a word after the name that makes it another product
 
 
-def peak_of(device_name: str) -> float | None:
-    """The peak of a device, by the name that the driver gives, in whole words; None where it is not known, as for a CPU or a part of a
-    GPU (MIG)."""
+def peak_of(device_name: str, precision: str = "bf16") -> float | None:
+    """The peak of a device, by the name that the driver gives, in whole words; None where it is not known, as for a CPU, a part of a GPU
+    (MIG), or in fp32."""
     if " MIG " in device_name:
         return None
-    return next((peak for name, peak in PEAKS.items() if re.search(rf"\b{re.escape(name)}\b{_OTHER}", device_name)), None)
+    peaks = {"bf16": PEAKS, "fp16": PEAKS | FP16_PEAKS}.get(precision, {})
+    return next((peak for name, peak in peaks.items() if re.search(rf"\b{re.escape(name)}\b{_OTHER}", device_name)), None)

@@ -53,7 +53,14 @@ def _precision(capability: Capability, dtype: torch.dtype) -> Iterator[str]:
     if dtype == torch.bfloat16 and capability < (8, 0):
         yield (
             f"precision: this GPU (compute capability {capability_text(capability)}) has no bfloat16 in hardware and emulates it slowly. "
-            "Set precision: fp32, or use a GPU of compute capability 8.0 or newer"
+            "Set precision: fp16, which it computes with tensor cores if it has some (V100, T4), or use a GPU of compute capability 8.0 or "
+            "newer"
+        )
+    if dtype == torch.float16 and capability >= (8, 0):
+        yield (
+            "precision: fp16 has a small range: steps are skipped until the loss scale fits, and activations above 65,504 are infinite. "
+            f"This GPU (compute capability {capability_text(capability)}) computes as fast in bf16, which has no such "
+            "limits. Set precision: bf16"
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from eyeline.core.batch import IGNORE
 from eyeline.core.plan import Plan
-from eyeline.kernels.cross_entropy import LOGITS_PER_CHUNK, logits_of
+from eyeline.kernels.cross_entropy import LOGITS_PER_CHUNK, gain_of, gradient_like, gradient_product, logits_of, times_loss
 from eyeline.kernels.gpu import on_gpu
 from eyeline.parallel.exchange import exchanged, gather_some, gathered, sum_rows
 from eyeline.parallel.mesh import Mesh
@@ -99,9 +99,9 @@ class _Loss(torch.autograd.Function):
     def forward(
         ctx: Any, x_AD: Tensor, weight_vD: Tensor, labels_A: Tensor, own: tuple[int, int], first: int, chunk: int, ranks: Any
     ) -> Tensor:
-        x_needed, weight_needed = ctx.needs_input_grad[:2]
+        (x_needed, weight_needed), gain = ctx.needs_input_grad[:2], gain_of(x_AD.dtype)
         cast_vD = weight_vD.to(x_AD.dtype)
-        dx_AD = torch.empty_like(x_AD) if x_needed else None
+        dx_AD = gradient_like(x_AD) if x_needed else None
         dweight_vD = torch.zeros_like(weight_vD, dtype=torch.float32) if weight_needed else None
         losses_A = x_AD.new_zeros(len(x_AD), dtype=torch.float32)
         for start in range(0, len(x_AD), chunk):
@@ -122,11 +122,11 @@ class _Loss(torch.autograd.Function):
                 continue
             p_Rv.mul_(((most_R - top_R).exp() / sum_R * wanted_R)[:, None])
             p_Rv.scatter_add_(1, at_R1, -here_R[:, None].to(p_Rv.dtype))
-            dlogits_Rv = p_Rv.to(x_AD.dtype)
+            dlogits_Rv = (p_Rv if gain == 1 else p_Rv.mul_(gain)).to(x_AD.dtype)
             if dx_AD is not None:
-                dx_AD[rows] = dlogits_Rv @ cast_vD
+                dx_AD[rows] = gradient_product(dlogits_Rv, cast_vD)
             if dweight_vD is not None:
-                dweight_vD += dlogits_Rv.T @ x_AD[rows]
+                dweight_vD += gradient_product(dlogits_Rv.T, x_AD[rows])
         ctx.gradients = (dx_AD, dweight_vD)
         ctx.dtypes = (x_AD.dtype, weight_vD.dtype)
         return losses_A[own[0] : own[0] + own[1]].sum()
@@ -134,6 +134,5 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         made, ctx.gradients = ctx.gradients, None
-        (dloss,) = gradients
-        dx_AD, dweight_vD = (None if x is None else x.mul_(dloss).to(dtype) for x, dtype in zip(made, ctx.dtypes, strict=True))
+        dx_AD, dweight_vD = times_loss(made, ctx.dtypes, gradients[0], gain_of(ctx.dtypes[0]))
         return dx_AD, dweight_vD, None, None, None, None, None

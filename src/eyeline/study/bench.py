@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from eyeline.core.errors import Refused
 from eyeline.core.log import say, warn
 from eyeline.core.words import counted, percent
@@ -15,10 +13,11 @@ from eyeline.models.flops import peak_of
 from eyeline.parallel.launch import Machine, machine
 from eyeline.study.history import Step, read_history
 from eyeline.train.peak import matmul_rate
+from eyeline.train.run import COMPUTE
 
 SIDES = {"cpu": 1024, "cuda": 8192}  # rows and columns of the square matrices: large enough that a device reaches its best rate
 ROUNDS, ROUND_S = 5, 0.2  # the fastest round counts: a slower one shared the machine
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+ALWAYS = ("fp32", "bf16")  # precisions whose products are timed; that of a run in fp16, too
 WARM_UP = 3  # first steps of an attempt, which compile kernels and fill caches
 
 
@@ -40,7 +39,8 @@ def bench(run: Path | None) -> None:
     here = machine()
     reached = throughput(run) if run is not None else None
     say(f"{here.name}, threads: {here.threads}" if here.device.type == "cpu" else here.name)
-    peaks = {name: matmul_rate(here.device, dtype, SIDES[here.device.type], ROUNDS, ROUND_S) for name, dtype in DTYPES.items()}
+    names = dict.fromkeys([*ALWAYS, *([] if reached is None else [reached.precision])])
+    peaks = {name: matmul_rate(here.device, COMPUTE[name], SIDES[here.device.type], ROUNDS, ROUND_S) for name in names}
     for name, rate in peaks.items():
         say(f"matrix products in {name}: {rate / 1e12:,.2f} TFLOP/s{_of_published(here, name, rate)}")
     if reached is not None:
@@ -86,5 +86,5 @@ def _median(steps: list[Step], of: Callable[[Step], float]) -> float:
 
 
 def _of_published(here: Machine, name: str, rate: float) -> str:
-    published = peak_of(here.name) if name == "bf16" else None
+    published = peak_of(here.name, name)
     return f" ({percent(rate / published)} of the published {published / 1e12:,.0f})" if published else ""

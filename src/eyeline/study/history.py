@@ -30,7 +30,7 @@ class Step(Line):
     lr: dict[str, float]  # by part
     grad_norm: float | None
     applied: bool
-    outcome: str | None = None  # "applied", "not finite" or "no targets"; runs of older versions may have none
+    outcome: str | None = None  # "applied", "not finite", "overflow" or "no targets"; runs of older versions may have none
     slots: int
     real: int
     visual: int

@@ -22,6 +22,7 @@ from eyeline.core.words import counted
 from eyeline.parallel.launch import machine
 from eyeline.parallel.ranks import ONE_DEVICE
 from eyeline.train.evidence import STEP, WEIGHTS, batches_in
+from eyeline.train.loss_scale import unscale
 from eyeline.train.run import COMPUTE, Run, from_yaml
 from eyeline.train.stage import model_of
 from eyeline.train.start import Home
@@ -54,8 +55,11 @@ def replay(folder: Path) -> bool:
     plan.model.train()
     trace = Trace(plan.model, batches)
     step = step_of(batches, [batch.pack for batch in batches], [[batch.counts for batch in batches]], [[(0, 0)]] * len(batches), {}, None)
-    sums = add_gradients(plan.model, step, ONE_DEVICE, stage.experts, run.seed, before)
-    norm = float(ONE_DEVICE.norm([p for p in plan.model.parameters() if p.grad is not None]))
+    scale = record.get("loss_scale")
+    sums = add_gradients(plan.model, step, ONE_DEVICE, stage.experts, run.seed, before, scale)
+    parameters = [p for p in plan.model.parameters() if p.grad is not None]
+    unscale(parameters, scale or 1.0)
+    norm = float(ONE_DEVICE.norm(parameters))
     for line in (*trace.lines(), *_gradients(plan.model)):
         say(line)
     trace.close()

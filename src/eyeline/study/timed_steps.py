@@ -29,6 +29,7 @@ from eyeline.parallel.ranks import ONE_DEVICE
 from eyeline.study.roofline.roofline import config_for, one_device_lines, resized, stage_index
 from eyeline.train.compile import compile_first, refuse_attention, refuse_without_compiler
 from eyeline.train.environment import environment
+from eyeline.train.loss_scale import LEAST
 from eyeline.train.metrics import Clock
 from eyeline.train.optim import make_optimizers
 from eyeline.train.peak import peak_stamp
@@ -103,6 +104,7 @@ def time_steps(run: Run, index: int, config: Config, steps: int, warm_up: int, h
 
     def train(step: int) -> Report:
         how: dict[str, Any] = {"max_grad_norm": stage.max_grad_norm, "balance": stage.experts, "seed": run.seed}
+        how["loss_scale"] = LEAST if run.precision == "fp16" else None  # as much work at any factor
         return update(plan.model, optimizers, step_alone([batch] * packs), ONE_DEVICE, **how, step=step)
 
     for step in range(warm_up):

@@ -78,6 +78,7 @@ def keep_evidence(
         "step": step,
         "loss": str(loss),
         "grad_norm": str(grad_norm),
+        "loss_scale": state.loss_scale,
         "ranks": world.size,
     }
     samples = world.gather([list(batch.ids) for batch in batches])

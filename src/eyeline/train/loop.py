@@ -34,6 +34,7 @@ from eyeline.train.auto_batch import with_batches
 from eyeline.train.compile import refuse_without_compiler
 from eyeline.train.display import display
 from eyeline.train.evidence import EVIDENCE, keep_evidence
+from eyeline.train.loss_scale import LossScale
 from eyeline.train.metrics import Clock, StepFigures, rank_line, with_starved
 from eyeline.train.optim import set_learning_rates
 from eyeline.train.run import Run, Stage, to_yaml
@@ -42,7 +43,7 @@ from eyeline.train.saving import finish_save, save
 from eyeline.train.schedule import factor
 from eyeline.train.stage import AtStep, Process, StageRun, State, begin_stage, nothing
 from eyeline.train.start import Home, announce, peak_here, refuse_changed_past, refuse_strangers, smaller, start_run
-from eyeline.train.step import Report, update, validate
+from eyeline.train.step import Outcome, Report, update, validate
 from eyeline.train.stop import StopSignal, sole_owner
 from eyeline.train.stragglers import OwnTime, OwnTimes
 from eyeline.train.summary import Tally
@@ -198,7 +199,7 @@ def run_folder(run: Run) -> Path:
 def train_stage(process: Process, checkpoint: store.Checkpoint | None) -> None:
     """Train the stage that the checkpoint stands in to its end, or until a stop is asked."""
     run, home, clock, stop = process.run, process.home, process.clock, process.stop
-    state = State(**checkpoint.state["progress"]) if checkpoint else State()
+    state = State(**checkpoint.state["progress"]) if checkpoint else first_state(run)
     running = begin_stage(process, checkpoint, state)
     stage, saved_at, first = running.stage, clock.now(), state.step + 1
     process.at_step(state.global_step, running.plan.model)
@@ -228,7 +229,7 @@ def train_stage(process: Process, checkpoint: store.Checkpoint | None) -> None:
             raise NotFinite(
                 f"{counted(state.not_finite, 'step')} had a loss or gradient that is not finite, more than "
                 f"max_nonfinite_steps={run.max_nonfinite_steps}. None was applied; {home.folder / EVIDENCE} says which samples they had. "
-                "`eyeline replay` of a folder there says where it comes from; or lower the learning rate."
+                f"`eyeline replay` of a folder there says where it comes from; or lower the learning rate{beyond_fp16(run)}."
             )
         if leaving:
             return
@@ -238,6 +239,11 @@ def train_stage(process: Process, checkpoint: store.Checkpoint | None) -> None:
         f"the data of stage {stage.name} ended after {counted(state.step, 'step')}, but {running.steps:,} were planned: "
         "files or images have changed since. Restore them, and run the same command again: it resumes from the last checkpoint"
     )
+
+
+def first_state(run: Run) -> State:
+    """The state of a run that has done no step."""
+    return State(loss_scale=LossScale().factor) if run.precision == "fp16" else State()
 
 
 class Seen(NamedTuple):
@@ -266,6 +272,7 @@ def run_update(process: Process, running: StageRun, step: Step, state: State) ->
                 seed=run.seed,
                 step=state.global_step,
                 before_update=partial(examine, process, running, state, step),
+                loss_scale=state.loss_scale,
             )
         idle_s = process.idle.seconds()
         same = unchanged_since(before, model) if before is not None and report.outcome == "applied" else NOT_SAMPLED
@@ -313,18 +320,27 @@ def at_border(process: Process, running: StageRun, step: Step, due: bool, same: 
     )
 
 
-def examine(process: Process, running: StageRun, state: State, step: Step, loss: float, norm: float, finite: bool) -> None:
+def examine(process: Process, running: StageRun, state: State, step: Step, loss: float, norm: float, outcome: Outcome) -> None:
     """Keep what a step needs to be run again, before it changes the weights, if it is not finite or its loss is a spike."""
-    spike = running.spikes.add(loss) and finite
-    if spike or not finite:
+    spike = running.spikes.add(loss) and outcome == "applied"
+    if spike or outcome == "not finite":
         batches = step.batches if process.packs.group.first else ()
         keep_evidence(process, running, state, batches, "spike" if spike else "not finite", loss, norm)
+
+
+def beyond_fp16(run: Run) -> str:
+    """What else may help against steps that are not finite in fp16."""
+    return "; or set precision: bf16 or fp32, since fp16 has no number above 65,504" if run.precision == "fp16" else ""
 
 
 def next_state(state: State, step: Step, report: Report) -> State:
     """The state once a step is done."""
     dropped = state.not_finite + (report.outcome == "not finite")
-    return replace(state, step=state.step + 1, global_step=state.global_step + 1, data=step.state, not_finite=dropped)
+    state = replace(state, step=state.step + 1, global_step=state.global_step + 1, data=step.state, not_finite=dropped)
+    if state.loss_scale is None or report.outcome == "no targets":
+        return state
+    scale = LossScale(state.loss_scale, state.good_steps).after(report.outcome == "applied")
+    return replace(state, loss_scale=scale.factor, good_steps=scale.good_steps)
 
 
 def run_validation(process: Process, running: StageRun, state: State) -> tuple[State, bool]:

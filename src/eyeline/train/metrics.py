@@ -68,7 +68,8 @@ class StepFigures:
 
     def line(self) -> dict[str, Any]:
         experts = self.report.experts
-        finite = self.report.outcome != "not finite"  # JSON has no NaN: such figures are null
+        outcome = self.report.outcome
+        finite = outcome != "not finite"  # JSON has no NaN: such figures are null
         return {
             "kind": "step",
             "stage": self.stage,
@@ -76,9 +77,10 @@ class StepFigures:
             "step": self.step,
             "global_step": self.global_step,
             "loss": self.report.loss if finite else None,
-            "grad_norm": self.report.grad_norm if finite else None,
-            "applied": self.report.outcome == "applied",
-            "outcome": self.report.outcome,
+            "grad_norm": self.report.grad_norm if finite and outcome != "overflow" else None,
+            "applied": outcome == "applied",
+            "outcome": outcome,
+            "loss_scale": self.report.loss_scale,
             "lr": dict(self.lr),
             **asdict(self.report.counts),
             "sample_ids": self.sample_ids,

@@ -13,8 +13,12 @@ import torch
 
 from eyeline.models.flops import peak_of
 from eyeline.parallel.launch import Machine
+from eyeline.train.run import COMPUTE
 
-SIDE, SMALL_SIDE = 1024, 256  # rows and columns of the square matrices; the small ones where a product would take seconds (bfloat16)
+SIDE, SMALL_SIDE = (
+    1024,
+    256,
+)  # rows and columns of the square matrices; the small ones where a product would take seconds (half precision)
 SLOW_S = 0.01  # a product of small matrices that takes longer is not followed by one of large ones
 ROUNDS, ROUND_S = 3, 0.03
 
@@ -25,13 +29,13 @@ def peak_stamp(here: Machine, precision: str, attempts: Sequence[Mapping[str, An
     """The peak of one device in this precision; None where it is not known. `attempts`: stamps of attempts before, of which one that was
     made on the same machine is kept."""
     if here.device.type == "cuda":
-        published = peak_of(here.name) if precision == "bf16" else None
-        return None if published is None else {"name": f"{here.name}, published dense bf16 peak", "flops_per_s": published}
+        published = peak_of(here.name, precision)
+        return None if published is None else {"name": f"{here.name}, published dense {precision} peak", "flops_per_s": published}
     alike = {"hardware": here.name, "threads": here.threads, "precision": precision}
     for stamps in attempts:
         if stamps.get("peak") and all(stamps.get(name) == value for name, value in alike.items()):
             return stamps["peak"]
-    rate, side = _measured(torch.float32 if precision == "fp32" else torch.bfloat16, here.threads)
+    rate, side = _measured(COMPUTE[precision], here.threads)
     threads = f"{here.threads} thread{'s' if here.threads > 1 else ''}"
     return {"name": f"{here.name}, {threads}, {precision} products of {side} × {side}, measured", "flops_per_s": rate}
 

@@ -30,7 +30,7 @@ from eyeline.train.optim import AdamW, Optimizer
 from eyeline.train.schedule import WSD, Cosine, Schedule
 from eyeline.train.trackers.tracker import ONLINE, Name
 
-COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16}  # precision -> dtype of activations and products
+COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # precision -> dtype of activations and products
 
 
 class Full(Settings):
@@ -263,7 +263,7 @@ class Run(Settings):
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     evaluation: Evaluation | None = None
     distill: Distill | None = None  # what `eyeline distill` asks a teacher
-    precision: Literal["fp32", "bf16"] = "fp32"  # of activations and products; what trains is kept in fp32 in any case
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # of activations and products; what trains is kept in fp32 in any case
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compile: Literal["none", "blocks"] = "none"  # blocks: PyTorch's compiler makes a graph of each kind of block, before the first step
     deterministic: bool = False  # only algorithms that give the same bits every time; on a GPU others are faster
@@ -293,16 +293,6 @@ class Run(Settings):
     def _somewhere(cls, value: str | None) -> str | None:
         if value is not None and not value.strip():
             raise ValueError(f"got {value!r}, which names no folder. Leave it out for runs/NAME, or write a path")
-        return value
-
-    @field_validator("precision", mode="before")
-    @classmethod
-    def _no_fp16(cls, value: Any) -> Any:
-        if value == "fp16":
-            raise ValueError(
-                "fp16 is not offered yet: its range needs a loss scale, which this version does not have. Use bf16 (Ampere or "
-                "newer, or a CPU), or fp32"
-            )
         return value
 
     @model_validator(mode="after")

@@ -42,11 +42,18 @@ def cut_along_depth(plan: Plan[M], budget: Budget, mesh: Mesh | None) -> Plan[M]
 
 
 def gradients_in_slices(
-    data: Step, ended: Sequence[Collection[Part]], ranks: Ranks, pipeline: "Pipeline", balance: Balance | None, seed: int, step: int
+    data: Step,
+    ended: Sequence[Collection[Part]],
+    ranks: Ranks,
+    pipeline: "Pipeline",
+    balance: Balance | None,
+    seed: int,
+    step: int,
+    loss_scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Run the micro-batches that have labels on some rank forward and backward. What this rank adds to the step: the loss, of which what
     balances experts, and the divergence from a teacher (from the last slice); and the tokens of the experts of all layers, not zero for
-    those that are here. `ended`: `step.py: parts_ended`."""
+    those that are here. `ended`: `step.py: parts_ended`. `loss_scale`: as in `step.py: add_gradients`."""
     device, supervised = next(pipeline.plan.model.parameters()).device, data.counts.supervised
     total, added, divergence = (torch.zeros((), device=device) for _ in range(3))
     layers, experts = pipeline.moe_layers, pipeline.plan.spec.language.experts
@@ -66,7 +73,7 @@ def gradients_in_slices(
             loss, added = loss + auxiliary, added + auxiliary.detach()
         loss = loss / supervised
         total += loss.detach()
-        return loss
+        return loss if loss_scale is None else loss * loss_scale
 
     running = [i for i, slot in enumerate(data.slots) if slot.counts.supervised]
     tokens = max(len(batch.tokens_T) for batch in data.batches)

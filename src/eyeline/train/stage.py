@@ -94,6 +94,8 @@ class State:
     data: dict[str, Any] | None = None  # the reader's own state; None at the start of a stage
     not_finite: int = 0  # steps dropped so far
     best: float | None = None  # lowest validation loss of this stage
+    loss_scale: float | None = None  # in fp16: what the next step's loss is multiplied by, and the steps applied since that changed
+    good_steps: int = 0
 
 
 @dataclass(frozen=True)

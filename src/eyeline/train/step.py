@@ -1,5 +1,6 @@
 """One optimizer update. Sums and counts first, one division at the end."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,9 +17,10 @@ from eyeline.models.decoder import Output
 from eyeline.models.moe import Aux, Balance, Bias, balance_loss, move_biases
 from eyeline.parallel.copies import on_device
 from eyeline.parallel.ranks import Ranks
+from eyeline.train.loss_scale import LEAST, unscale
 from eyeline.train.slices import gradients_in_slices, outputs_in_slices
 
-Outcome = Literal["applied", "not finite", "no targets"]
+Outcome = Literal["applied", "not finite", "overflow", "no targets"]  # overflow: of gradients, by the loss scale of fp16
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Report:
     counts: Counts
     experts: ExpertLoad | None = None  # of a model that has some
     divergence: float | None = None  # nats per label that the divergence from a teacher added; None where none adds any
+    loss_scale: float | None = None  # what the loss was multiplied by, in fp16
 
 
 def update(
@@ -53,22 +56,26 @@ def update(
     balance: Balance | None,
     seed: int,
     step: int,
-    before_update: Callable[[float, float, bool], object] = lambda *_: None,
+    before_update: Callable[[float, float, Outcome], object] = lambda *_: None,
+    loss_scale: float | None = None,
 ) -> Report:
     """Run every micro-batch forward and backward, clip, and apply the update unless something is not finite.
 
     The loss is summed over labels and divided once by the step's count, so that gradients do not depend on how the step is
     cut into micro-batches and ranks. `step` counts over the whole run: dropout is addressed by (seed, step, pack).
     `balance` says how the experts of MoE layers are balanced: what `set_balance` was given.
-    `before_update` gets the loss, the norm, and whether both are finite, before anything is changed.
+    `before_update` gets the loss, the norm, and what will become of the step, before anything is changed. `loss_scale` is what the loss is
+    multiplied by for the backward passes, and gradients are divided by before they are looked at.
     A parameter that no micro-batch of any rank used has no gradient and is left alone: neither moved nor decayed. Nothing here
     depends on what this rank holds, only on what all ranks do together (`data.slots`): so they run the same passes.
     """
     if data.counts.supervised == 0:
         return Report(None, None, "no targets", data.counts)
-    sums = add_gradients(model, data, ranks, balance, seed, step)
+    sums = add_gradients(model, data, ranks, balance, seed, step, loss_scale)
     parameters = [p for p in model.parameters() if p.grad is not None]
     ranks.sum_gradients(parameters)
+    if loss_scale is not None:
+        unscale(parameters, loss_scale)
     norm = ranks.norm(parameters).to(sums.loss.device)  # of no gradients it is a zero on the host
     loss, added, divergence = ranks.sum(torch.stack([sums.loss, sums.added, sums.divergence]))
     tokens_NE = None if sums.tokens_NE is None else ranks.sum(sums.tokens_NE)
@@ -77,7 +84,8 @@ def update(
         figures += [*spread(tokens_NE.float()), added]
     # the one wait for the device in a step: a non-finite step must be decided before the optimizer touches its state
     loss_value, norm_value, finite, diverged, *routed = torch.stack(figures).tolist()
-    before_update(loss_value, norm_value, bool(finite))
+    outcome = outcome_of(loss_value, bool(finite), loss_scale)
+    before_update(loss_value, norm_value, outcome)
     if finite:
         if max_grad_norm:
             ranks.clip(parameters, max_grad_norm, norm)
@@ -88,9 +96,14 @@ def update(
             here_NE = tokens_NE if ranks.pipeline is None else tokens_NE[ranks.pipeline.own_moe_layers]
             move_biases(model, here_NE, balance.rate)
     model.zero_grad(set_to_none=True)
-    return Report(
-        loss_value, norm_value, "applied" if finite else "not finite", data.counts, expert_load(routed, balance), diverged or None
-    )
+    return Report(loss_value, norm_value, outcome, data.counts, expert_load(routed, balance), diverged or None, loss_scale)
+
+
+def outcome_of(loss: float, finite: bool, loss_scale: float | None) -> Outcome:
+    """What becomes of a step whose loss and gradients are finite or not. A smaller loss scale can help where the loss itself is finite."""
+    if finite:
+        return "applied"
+    return "overflow" if loss_scale is not None and loss_scale > LEAST and math.isfinite(loss) else "not finite"
 
 
 class Sums(NamedTuple):
@@ -102,10 +115,13 @@ class Sums(NamedTuple):
     tokens_NE: Tensor | None  # that each expert of each MoE layer got
 
 
-def add_gradients(model: nn.Module, data: Step, ranks: Ranks, balance: Balance | None, seed: int, step: int) -> Sums:
-    """Run the micro-batches that have labels on some rank forward and backward: their gradients are then at the parameters."""
+def add_gradients(
+    model: nn.Module, data: Step, ranks: Ranks, balance: Balance | None, seed: int, step: int, loss_scale: float | None = None
+) -> Sums:
+    """Run the micro-batches that have labels on some rank forward and backward: their gradients are then at the parameters, times
+    `loss_scale`."""
     if ranks.pipeline is not None:
-        return Sums(*gradients_in_slices(data, parts_ended(data.slots), ranks, ranks.pipeline, balance, seed, step))
+        return Sums(*gradients_in_slices(data, parts_ended(data.slots), ranks, ranks.pipeline, balance, seed, step, loss_scale))
     supervised, device = data.counts.supervised, next(model.parameters()).device
     total, added, divergence = (torch.zeros((), device=device) for _ in range(3))
     tokens_NE: Tensor | None = None
@@ -128,7 +144,7 @@ def add_gradients(model: nn.Module, data: Step, ranks: Ranks, balance: Balance |
                     loss, added = loss + auxiliary, added + auxiliary.detach()
             loss = loss / supervised
             if loss.requires_grad:  # text alone never reaches a projector or tower that learns alone
-                loss.backward()
+                (loss if loss_scale is None else loss * loss_scale).backward()
             total += loss.detach()
     return Sums(total, added / supervised, divergence / supervised, tokens_NE)
 

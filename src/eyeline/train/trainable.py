@@ -120,7 +120,7 @@ def plan_of(run: Run, index: int, config: Config, biased: bool = False, apart: N
         adapters=adapters_of(stage),
         compute_dtype=COMPUTE[run.precision],
         # what no stage from here on trains: its values came from such a checkpoint, or are never updated again
-        narrow=PARTS if run.precision == "bf16" else (),
+        narrow=() if run.precision == "fp32" else PARTS,
         later=[ways_of(later) for later in run.stages[index + 1 :]],
         balance=stage.experts,
         biased=biased,
