@@ -2120,6 +2120,12 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "distill/test_server.py::test_of_two_servers_one_that_is_down_costs_no_wait",
         ),
         (
+            "study/hang.py",
+            "in lines[:depth] if",
+            "in lines if",
+            "parallel/test_hang.py::test_the_stack_of_an_abort_names_call_and_line",
+        ),
+        (
             "distill/server.py",
             "        servers.limit_name = NEWER_LIMIT\n",
             "",

@@ -16,7 +16,8 @@ import torch
 from eyeline.core.errors import Refused
 from eyeline.parallel import watch
 from eyeline.parallel.calls import Call, Record, read_calls
-from eyeline.study.hang import desynchronised_ranks, explain_hang
+from eyeline.parallel.watch import PACKAGE
+from eyeline.study.hang import crash_in, desynchronised_ranks, explain_hang
 from eyeline.train import loop
 from tests import ranks
 from tests.parallel.whole_runs import at_step, run_of, start
@@ -101,6 +102,38 @@ def test_a_run_without_files_of_ranks_is_refused(tmp_path: Path) -> None:
         list(explain_hang(tmp_path))
 
 
+def stack(*frames: str) -> str:
+    return "".join(f'  File "{frame}", line {number} in {name}\n' for number, (frame, name) in enumerate(frame.split() for frame in frames))
+
+
+ISSUED = ("torch/distributed/distributed_c10d.py all_reduce", "torch/distributed/c10d_logger.py wrapper")
+SUMS, TRAINS, FETCHES = (
+    f"{PACKAGE}{place}" for place in ("parallel/ranks.py total", "train/step.py update", "data/fetch_thread.py _serve")
+)
+CRASHES = {
+    "in a call": (
+        ("Thread", (FETCHES,)),
+        ("Thread", (*ISSUED, SUMS, TRAINS)),
+        "aborted (Aborted) in all_reduce, in parallel/ranks.py:2 total",
+    ),
+    "between calls": (("Thread", (FETCHES,)), ("Thread", (TRAINS, *ISSUED)), "aborted (Aborted) in train/step.py:0 update"),
+    "in another thread": (
+        ("Current thread", (FETCHES,)),
+        ("Thread", (*ISSUED, SUMS)),
+        "aborted (Aborted) in data/fetch_thread.py:0 _serve",
+    ),
+    "in a library's thread": (("Current thread", ("x.py run",)), ("Thread", (TRAINS,)), "aborted (Aborted) in train/step.py:0 update"),
+}
+
+
+@pytest.mark.parametrize("how", CRASHES)
+def test_the_stack_of_an_abort_names_call_and_line(how: str, tmp_path: Path) -> None:
+    *threads, expected = CRASHES[how]
+    written = "\n".join(f"{kind} 0x0000000{n} (most recent call first):\n{stack(*frames)}" for n, (kind, frames) in enumerate(threads))
+    (tmp_path / "x.crash").write_text(f"Fatal Python error: Aborted\n\n{written}")
+    assert crash_in(tmp_path / "x.crash") == expected
+
+
 def leaves_out_a_call() -> None:
     """One all-reduce of the step is not issued."""
     loop_sum = loop.ranks_of
@@ -136,12 +169,12 @@ def test_a_run_that_hangs_names_its_rank(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_rank_that_gloo_aborts_is_named_with_its_line(tmp_path: Path) -> None:
-    """Where sizes differ one rank is aborted at once, with the calls since its file was written: its line is what is left."""
+def test_a_rank_that_gloo_aborts_is_named_with_its_call(tmp_path: Path) -> None:
+    """Where sizes differ one rank is aborted at once, with the calls since its file was written: its stack is what is left."""
     run = run_of(tmp_path, "run", "mesh.timeout_minutes=0.1")
     assert all(ranks.wait(start(run, 2, lambda rank: sums_more() if rank == 1 else None)))
-    aborted = [line for line in explain_hang(tmp_path / "run") if "was aborted (Aborted) in " in line]
-    assert aborted and all(re.search(r" in (parallel|train)/\w+\.py:\d+ ", line) for line in aborted), aborted
+    aborted = [line for line in explain_hang(tmp_path / "run") if "was aborted (Aborted)" in line]
+    assert aborted and all(re.search(r" in all_reduce, in (parallel|train)/\w+\.py:\d+ ", line) for line in aborted), aborted
 
 
 @pytest.mark.ranks

@@ -12,6 +12,7 @@ from eyeline.core.files import read_json
 from eyeline.parallel.calls import Call, Record, read_calls
 from eyeline.parallel.watch import CALLS, CRASH, LATE_S, PACKAGE, has_ended
 
+COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")  # where torch issues them
 CLOCKS_S = 5.0  # by which clocks of machines may differ, and a rank may be behind in a run without faults
 
 
@@ -38,24 +39,31 @@ def _position(rank: int, path: Path) -> str:
     who, silent = f"rank {rank} (process {where['pid']} on {where['host']})", max(0.0, time.time() - path.stat().st_mtime)
     if where["error"]:
         return f"{who} has ended with an error, in {place}: {where['error'].splitlines()[0]}"
-    if crash := _crash(path.with_suffix(CRASH)):
+    if crash := crash_in(path.with_suffix(CRASH)):
         return f"{who} was {crash}, and was last heard of in {place}"
     if has_ended(where):
         return f"{who} has ended without an error of its own, as after kill -9; it was last heard of in {place}"
     return f"{who}: {place}" if silent < LATE_S else f"{who} does not run: it was last heard of {silent:.0f} s ago, in {place}"
 
 
-def _crash(path: Path) -> str:
-    """What the interpreter wrote when the system aborted the process: the error, and our innermost line."""
+def crash_in(path: Path) -> str:
+    """What the interpreter wrote when the system aborted the process: the error, our innermost line, and the collective that it called."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
     error = re.search(r"Fatal Python error: (.*)", text)
-    thread = re.split(r"\n(?=(?:Current t|T)hread 0x)", text)[-1]  # the first that there was, which trains; libraries abort in their own
-    lines = re.findall(r'File "(.*?)", line (\d+) in (\S+)', thread)
-    own = next((f"{file.removeprefix(PACKAGE)}:{line} {name}" for file, line, name in lines if file.startswith(PACKAGE)), "")
-    return f"aborted ({error.group(1)}){f' in {own}' if own else ''}" if error else ""
+    threads = re.split(r"\n(?=(?:Current t|T)hread 0x)", text)
+    current = next((one for one in threads if one.startswith("Current") and PACKAGE in one), None)
+    # libraries abort in threads of their own: then it is the first thread that there was, which trains, and is written last
+    lines = re.findall(r'File "(.*?)", line (\d+) in (\S+)', current or threads[-1])
+    depth, own = next(
+        ((n, f"{file.removeprefix(PACKAGE)}:{line} {name}") for n, (file, line, name) in enumerate(lines) if file.startswith(PACKAGE)),
+        (0, ""),
+    )
+    call = next((name for file, _, name in lines[:depth] if file.endswith(COLLECTIVES)), "")
+    where = f"{f' in {call},' if call else ''}{f' in {own}' if own else ''}"
+    return f"aborted ({error.group(1)}){where}" if error else ""
 
 
 def desynchronised_ranks(records: Mapping[int, Record]) -> Iterator[str]:
