@@ -91,6 +91,13 @@ def ways(recipe: str) -> list[list[list[str]]]:
 
 SEVERAL_RANKS = ("qwen3-vl-8b-fsdp", "qwen3-vl-30b-a3b-ep", "qwen3.5-35b-a3b-3d")
 CASES = [(recipe, n) for recipe in shipped_recipes() if recipe not in SEVERAL_RANKS for n in range(len(ways(recipe)))]
+SLOW = {  # a case -> the quick test that does much the same
+    ("easyvqa-tiny", 0): "test_end_to_end.py, and the guide to a first run in test_docs.py",
+    ("qwen3-vl-full", 1): "qwen3-vl-full dense, qwen3-vl-lora with experts",
+    ("qwen3-vl-lora", 0): "qwen3-vl-full dense, qwen3-vl-lora with experts",
+    ("qwen3.5-full", 0): "qwen3.5-full with experts, qwen3.5-lora dense",
+    ("qwen3.5-lora", 1): "qwen3.5-full with experts, qwen3.5-lora dense",
+}
 
 
 def shortened(run: Run) -> list[str]:
@@ -130,7 +137,10 @@ def world(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("world")
-@pytest.mark.parametrize(("recipe", "way"), CASES, ids=[f"{recipe}-{way}" for recipe, way in CASES])
+@pytest.mark.parametrize(
+    ("recipe", "way"),
+    [pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=pytest.mark.slow if case in SLOW else ()) for case in CASES],
+)
 def test_from_import_to_export(recipe: str, way: int, eyeline: Command, tmp_path: Path) -> None:
     commands = ways(recipe)[way]
     for name in {words[n + 1] for words in commands for n, word in enumerate(words) if word in ("--model", "--vision", "--language")}:
@@ -230,6 +240,11 @@ def exported_alike(folder: Path, out: Path) -> None:
     moved = our_logits(last_bits_moved(model), document)  # a tiny model after steps of this size may be badly conditioned
     tolerance = max(5e-5 * theirs.abs().max(), 2 * (ours - moved).abs().max())
     assert (ours - theirs).abs().max() < tolerance
+
+
+def test_slow_cases_are_of_recipes_with_another_case() -> None:
+    quick = set(CASES) - SLOW.keys()
+    assert {recipe for recipe, _ in CASES} - {recipe for recipe, _ in quick} == {"easyvqa-tiny"}
 
 
 def test_a_heads_commands_are_found() -> None:

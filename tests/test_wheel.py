@@ -38,6 +38,7 @@ def test_wheel_holds_the_package_and_its_recipes(wheel: Path) -> None:
     assert {"eyeline/study/watch.html", *(f"eyeline/recipes/{name}.yaml" for name in shipped_recipes())} <= held
 
 
+@pytest.mark.slow  # seconds of pip; what the wheel holds is compared above
 def test_wheel_installs_and_reads_a_shipped_recipe(wheel: Path, tmp_path: Path) -> None:
     """In an environment that sees this one's packages, but not its eyeline."""
     ran(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", folder=tmp_path)

@@ -1,6 +1,7 @@
 """One word per meaning: words that the project no longer uses. A new one goes into BANNED once the last use is gone."""
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -50,19 +51,33 @@ ALLOWED = {  # file -> what it may still hold: names that others gave, or that s
 }
 
 
+@cache
 def files() -> list[str]:
     folders = [path for name in ("src", "tests", "docs") for path in (ROOT / name).rglob("*")]
     found = [path for path in [*folders, *ROOT.glob("*.md")] if path.suffix in (".py", ".md", ".yaml")]
     return sorted(str(path.relative_to(ROOT)) for path in found if path.name != Path(__file__).name)
 
 
+@cache
+def lines_of(name: str) -> list[str]:
+    """Without what is allowed there."""
+    return [re.sub(ALLOWED.get(name, r"(?!)"), "", line) for line in (ROOT / name).read_text().splitlines()]
+
+
+@cache
+def text_of(name: str) -> str:
+    return "\n".join(lines_of(name))
+
+
 @pytest.mark.parametrize("banned", BANNED)
 def test_no_file_uses_a_banned_word(banned: str) -> None:
+    word = re.compile(banned, re.IGNORECASE)
     lines = [
         f"{name}:{number}: {line.strip()[:120]}"
         for name in files()
-        for number, line in enumerate((ROOT / name).read_text().splitlines(), 1)
-        if re.search(banned, re.sub(ALLOWED.get(name, r"(?!)"), "", line), re.IGNORECASE)
+        if word.search(text_of(name))
+        for number, line in enumerate(lines_of(name), 1)
+        if word.search(line)
     ]
     assert not lines, f"say {BANNED[banned]}:\n" + "\n".join(lines)
 

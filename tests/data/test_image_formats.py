@@ -14,6 +14,7 @@ from base64 import b64encode
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -185,8 +186,13 @@ def animated(format: str, **options: object) -> bytes:
     return saved(first, format, save_all=True, append_images=others, **options)
 
 
+@cache
+def packed_zeros(size: int) -> bytes:
+    return zlib.compress(b"0" * size)
+
+
 def deflated(kind: bytes, before: bytes, size: int) -> bytes:
-    return chunk(kind, before + zlib.compress(b"0" * size))
+    return chunk(kind, before + packed_zeros(size))
 
 
 def many_scans(data: bytes, more: int) -> bytes:

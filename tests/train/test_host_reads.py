@@ -59,8 +59,17 @@ def reads(family: str, *overrides: str, packs: int = 1) -> list[str]:
     return record_step(run, 0, CONFIG.validate_python(FAMILIES[family]), Budget(1024, 2048), packs).host_reads
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", FAMILIES)
+ALL_OF_BOTH = ("llava", "qwen3_5_vl experts")  # in full, the other families are slow tests: each is here with LoRA
+
+
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [
+        pytest.param(family, way, marks=() if way == "lora" or family in ALL_OF_BOTH else pytest.mark.slow)
+        for family in FAMILIES
+        for way in WAYS
+    ],
+)
 def test_a_step_reads_once_and_no_layer_does(family: str, way: str) -> None:
     assert reads(family, *WAYS[way], packs=2) == VERDICT
 

@@ -88,7 +88,7 @@ def train(run: Run, now: Callable[[], float] = time.monotonic, process_started: 
         ranks = ONE_DEVICE if mesh is None else timed(ranks_of(mesh), clock)
         reachable: float | None = None if peak is None else peak["flops_per_s"] * world.size
         idle = device_idle(here.device, clock.named)
-        trackers = Trackers(run.report_to, about(run, home, checkpoint) if world.first else None, run.logging_steps)
+        trackers = Trackers(run.report_to, about(run, home, checkpoint) if run.report_to and world.first else None, run.logging_steps)
         fetching = FetchThread(copies_ahead(here.device))
         process = Process(
             run, home, here, clock, console, show, tally, stop, idle, world, mesh, ranks, trackers, at_step, reachable, packs, fetching

@@ -82,6 +82,8 @@ def start_run(run: Run, folder: Path, world: World = ALONE) -> Home:
 
 def refuse_other_ranks(run: Run, home: Home, world: World) -> None:
     """Raise Refused on every rank where one has another recipe, tokenizer, or version of anything than rank 0, naming both."""
+    if world.size == 1:
+        return
     own = versions() | {"recipe": short_hash(to_yaml(run)), "tokenizer": home.encoder.identity, "run folder": home.id}
     first, *others = world.gather_patiently(own)
     for rank, other in enumerate(others, 1):
