@@ -1993,6 +1993,30 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
     "compiled blocks": [
         (
             "models/compiled.py",
+            "x_TD = x_TD.view_as(x_TD)",
+            "x_TD = x_TD",
+            "parallel/test_axes.py::test_compiled_blocks_with_collectives_update_as_one_process[ep]",
+        ),
+        (
+            "models/compiled.py",
+            "y_TD, gate_T1 = apart(normed_TD,",
+            "y_TD, gate_T1 = apart(x_TD,",
+            "parallel/test_axes.py::test_compiled_blocks_with_collectives_update_as_one_process[ep]",
+        ),
+        (
+            "models/compiled.py",
+            "whole = not (experts_apart and",
+            "whole = not (False and",
+            "parallel/test_axes.py::test_compiled_blocks_with_collectives_update_as_one_process[ep]",
+        ),
+        (
+            "models/compiled.py",
+            "    return x_TD + block.mlp.joined(",
+            "    return block.mlp.joined(",
+            "parallel/test_axes.py::test_compiled_blocks_with_collectives_update_as_one_process[ep]",
+        ),
+        (
+            "models/compiled.py",
             "fullgraph=True, dynamic=True)",
             "fullgraph=True, dynamic=False)",
             "models/test_compiled.py::test_graphs_over_varied_batches_and_equality_with_eager[text]",

@@ -37,6 +37,7 @@ class Way:
     trains: Mapping[Part, Trains] | None = None
     checkpointing: tuple[Part, ...] = ()
     how: Recompute = EVERY_BLOCK
+    experts_apart: bool = False  # as where ranks share out experts: they run between two graphs
 
 
 LANGUAGE: Mapping[Part, Trains] = {"language": "adapters"}
@@ -63,6 +64,9 @@ def ways() -> Iterator[Any]:
         "qwen3_5_vl": Way(qwen3_5, 3),
         "qwen3_5_vl-lora": Way(qwen3_5, 3, LANGUAGE, ("language",)),
         "qwen3_5_vl-experts": Way(qwen3_5_experts, 3, None, ("language",)),
+        "qwen3_vl-experts-apart": Way(experts, 3, None, ("vision", "language"), experts_apart=True),
+        "qwen3_vl-experts-apart-lora": Way(experts, 4, LANGUAGE, experts_apart=True),
+        "qwen3_5_vl-experts-apart": Way(qwen3_5_experts, 4, None, ("language",), Recompute(None, selective=True), experts_apart=True),
     }
     for name, way in found.items():
         yield pytest.param(way, id=name, marks=[] if name == "text" else [pytest.mark.slow])
@@ -95,7 +99,7 @@ def test_graphs_over_varied_batches_and_equality_with_eager(way: Way) -> None:
     eager, plan = planned(way), planned(way)
     torch._dynamo.reset()
     counters.clear()
-    assert compile_blocks(plan, backend="aot_eager")
+    assert compile_blocks(plan, backend="aot_eager", experts_apart=way.experts_apart)
     for n, batch in enumerate(varied(way.case, BATCHES)):
         if way.trains == PROJECTOR and not batch.has_images:
             close(plan.model(batch).out, eager.model(batch).out, "loss")  # which no gradient reaches

@@ -71,6 +71,13 @@ def test_axes_together_update_as_one_process(name: str) -> None:
 
 
 COMPILED = {
+    "cp x tp x ep adapters": (
+        "qwen3_5_vl-moe",
+        Setup({"language": "adapters"}, sizes=MeshSizes(cp=2, tp=2, ep=2), compiles=True, checkpointing=True, steps=1, backend="aot_eager"),
+        4,
+    ),
+    "ep": ("qwen3_vl-moe", Setup(sizes=MeshSizes(ep=2), compiles=True, checkpointing=True, balance=Aux(coef=0.5), steps=2), 2),
+    "tp, experts": ("qwen3_5_vl-moe", Setup(sizes=MeshSizes(tp=2), compiles=True, steps=1), 2),
     "tp": ("qwen3_vl", Setup(sizes=MeshSizes(tp=2), compiles=True, checkpointing=True, steps=1, backend="aot_eager"), 2),
     "cp, experts": ("qwen3_5_vl-moe", Setup(sizes=MeshSizes(cp=2), compiles=True, steps=1, backend="aot_eager"), 2),
     "fsdp x tp adapters": (
@@ -81,8 +88,20 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "tp" else pytest.mark.slow) for name in COMPILED])
+# the tower's; then one for each kind of block, or two around its experts
+GRAPHS = {
+    "cp x tp x ep adapters": 1 + 2 + 1,
+    "ep": 1 + 2,
+    "tp, experts": 1 + 2 + 1,
+    "tp": 1 + 1,
+    "cp, experts": 1 + 2,
+    "fsdp x tp adapters": 1 + 2,
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in ("ep", "tp") else pytest.mark.slow) for name in COMPILED])
 def test_compiled_blocks_with_collectives_update_as_one_process(name: str) -> None:
     """Each block is one graph, with its collectives and what is recomputed inside: a break in a graph is an error."""
     family, setup, ranks = COMPILED[name]
-    compare(FAMILIES[family], setup, ranks)
+    every = compare(FAMILIES[family], setup, ranks)
+    assert [one.graphs for one in every] == [GRAPHS[name]] * ranks

@@ -67,6 +67,12 @@ HOW = {
     "cp": ("qwen3_5_vl", Setup(sizes=MeshSizes(pp=2, cp=2)), 4),
     "fsdp x ep": ("qwen3_vl-moe", Setup(sizes=MeshSizes(pp=2, dp_shard=2, ep=2), balance=Aux(coef=0.5)), 4),
     "tp x fsdp": ("qwen3_vl", Setup(sizes=MeshSizes(pp=2, dp_shard=2, tp=2)), 8),
+    "compiled": ("qwen3_vl", Setup(sizes=PP, compiles=True, steps=2), 2),
+    "compiled, fsdp x ep": (
+        "qwen3_vl-moe",
+        Setup(sizes=MeshSizes(pp=2, dp_shard=2, ep=2), compiles=True, checkpointing=True, balance=Aux(coef=0.5), backend="aot_eager"),
+        4,
+    ),
     "bf16": ("llava", Setup(sizes=PP, precision=torch.bfloat16, steps=1), 2),
     "fp16": ("llava", Setup(sizes=PP, precision=torch.float16, loss_scale=64.0, steps=1), 2),
 }
@@ -76,7 +82,9 @@ OFTEN = ("projector alone", "fsdp x ep")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in HOW])
 def test_slices_together_with_others_update_as_one_process(name: str) -> None:
     family, setup, ranks = HOW[name]
-    compare(CASES[family], setup, ranks)
+    every = compare(CASES[family], setup, ranks)
+    if name == "compiled":  # a graph of the tower's blocks, and one of the language model's
+        assert [one.graphs for one in every] == [2, 1]
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("qwen3_vl-moe", marks=pytest.mark.slow)])

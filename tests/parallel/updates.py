@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from eyeline.core.batch import IGNORE, Budget, Document
 from eyeline.core.cost import Cost
@@ -150,6 +151,7 @@ class Trained:
     gradients: dict[str, Tensor]  # of the first step
     weights: dict[str, Tensor]  # after the last
     moved: set[str]  # names of the parameters that differ from where they started
+    graphs: int = 0  # that were compiled
 
 
 def train(case: Case, setup: Setup, world: World = ALONE) -> Trained:
@@ -176,7 +178,9 @@ def train(case: Case, setup: Setup, world: World = ALONE) -> Trained:
     before = whole({name: x for name, x, _ in plan.tensors()})
     plan.model.train()
     if setup.compiles and world.size > 1:
-        compile_blocks(plan, backend=setup.backend)
+        torch._dynamo.reset()
+        counters.clear()
+        compile_blocks(plan, backend=setup.backend, experts_apart=sizes.experts_apart)
     optimizer = Descent(plan, setup.momentum)
     ranks: Ranks = ONE_DEVICE if mesh is None else ranks_of(mesh)
     reports = [
@@ -201,7 +205,8 @@ def train(case: Case, setup: Setup, world: World = ALONE) -> Trained:
         for number, packs in enumerate(packs_of(case)[: setup.steps])
     ]
     weights = whole({name: x for name, x, _ in plan.tensors()})
-    return Trained(reports, optimizer.first, weights, {name for name, x in weights.items() if not torch.equal(x, before[name])})
+    moved = {name for name, x in weights.items() if not torch.equal(x, before[name])}
+    return Trained(reports, optimizer.first, weights, moved, counters["stats"]["unique_graphs"])
 
 
 def fill(case: Case, plan: Plan[Any]) -> None:
@@ -220,11 +225,13 @@ def tolerance_of(case: Case, setup: Setup) -> float:
     return parity.tolerance_of(case, parity.randomised(case), batch_of(packs_of(case)[0][0], Budget(TOKENS, 1000)))
 
 
-def compare(case: Case, setup: Setup, ranks: int) -> None:
+def compare(case: Case, setup: Setup, ranks: int) -> list[Trained]:
+    """What each rank came to, which is what one process does."""
     want = train(case, setup)
     assert [report.outcome for report in want.reports] == ["applied"] * setup.steps
     tolerance = tolerance_of(case, setup)
-    for got in on_ranks(ranks, lambda world: train(case, setup, world), 240 if setup.compiles else 60):
+    every = on_ranks(ranks, lambda world: train(case, setup, world), 240 if setup.compiles else 60)
+    for got in every:
         for one, other in zip(got.reports, want.reports, strict=True):
             assert (one.outcome, one.counts.supervised, one.counts.images) == (other.outcome, other.counts.supervised, other.counts.images)
             assert one.loss == pytest.approx(other.loss, rel=1e-5 if setup.precision != torch.float32 else max(1e-5, tolerance / 10))
@@ -232,3 +239,4 @@ def compare(case: Case, setup: Setup, ranks: int) -> None:
         parity.all_close(got.gradients, want.gradients, tolerance)
         assert got.moved == want.moved
         parity.all_close(got.weights, want.weights, tolerance)
+    return every

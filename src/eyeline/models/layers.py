@@ -251,12 +251,12 @@ NEVER, EVERY_BLOCK = Recompute(), Recompute(None)
 
 def run_block(block: nn.Module, again: Again | None, *args: Any) -> Any:
     """`block(*args)`; some or all of its activations are dropped, and made `again` in the backward pass. A compiled block (`compiled.py`)
-    does that inside its graph.
+    does that inside its graph; one with experts outside of its graphs is recomputed as it is called, hooks included.
 
     Non-re-entrant: the re-entrant form gives no gradient to a block whose input needs none, such as the first block above
     a frozen embedding. Nothing in a block draws from a generator, so there is no state of one to put back.
     """
-    if isinstance(block.forward, Compiled):
+    if isinstance(block.forward, Compiled) and (block.forward.whole or again != "everything"):
         block.forward.again = again
         return block(*args)
     if again is None or not torch.is_grad_enabled():
@@ -276,9 +276,9 @@ class Compiled:
     """The `forward` of a block that is compiled, for passes with gradients. Other passes run as they stand, since they would need graphs
     of their own; so do those of an empty pack, whose sizes differ in kind from all others: no patches, and one token."""
 
-    def __init__(self, block: nn.Module, graph: Callable[..., Any], fixed_rows: bool):
-        """`graph(block, again, *args)` is compiled. `fixed_rows`: all batches have as many."""
-        self.block, self.graph, self.fixed_rows = block, graph, fixed_rows
+    def __init__(self, block: nn.Module, graph: Callable[..., Any], fixed_rows: bool, whole: bool = True):
+        """`graph(block, again, *args)` is compiled. `fixed_rows`: all batches have as many. `whole`: nothing of it is outside of graphs."""
+        self.block, self.graph, self.fixed_rows, self.whole = block, graph, fixed_rows, whole
         self.again: Again | None = None
 
     def __call__(self, x_TD: Tensor, *args: Any) -> Any:

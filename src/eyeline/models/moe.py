@@ -168,10 +168,19 @@ class MoE(nn.Module):
 
     def forward(self, x_TD: Tensor, real_T: Tensor, draws_T2: Tensor | None = None) -> tuple[Tensor, Routed]:
         chosen_TA, weight_TA, routed = self.router(x_TD, real_T)
+        y_TD, gate_T1 = self.apart(x_TD, chosen_TA, weight_TA)
+        return self.joined(x_TD, y_TD, gate_T1, draws_T2), routed
+
+    def apart(self, x_TD: Tensor, chosen_TA: Tensor, weight_TA: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What the chosen experts give, and the gate of the shared one: their weights may be sharded over other ranks than the rest."""
         y_TD = self.dispatch(x_TD, chosen_TA, weight_TA, self.experts)
-        if self.shared is not None and self.shared_gate is not None:
-            y_TD = y_TD + self.shared_gate(x_TD).sigmoid() * self.shared(x_TD, draws_T2)
-        return y_TD, routed
+        return y_TD, None if self.shared_gate is None else self.shared_gate(x_TD)
+
+    def joined(self, x_TD: Tensor, y_TD: Tensor, gate_T1: Tensor | None, draws_T2: Tensor | None) -> Tensor:
+        """`y_TD`, with what the shared expert adds."""
+        if self.shared is None or gate_T1 is None:
+            return y_TD
+        return y_TD + gate_T1.sigmoid() * self.shared(x_TD, draws_T2)
 
     def count(self, tally: Tally, reached: bool) -> bool:
         routes = self.router.count(tally, reached)

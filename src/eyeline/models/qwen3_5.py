@@ -269,8 +269,11 @@ class Block(nn.Module):
         assert mix is not None
         return mix
 
+    def mixed(self, x_TD: Tensor, layout: Layout, cache: Any = None) -> Tensor:
+        return x_TD + self.mix(self.norm1(x_TD), layout, cache)
+
     def forward(self, x_TD: Tensor, layout: Layout, cache: Any = None) -> Tensor | tuple[Tensor, Routed]:
-        x_TD = x_TD + self.mix(self.norm1(x_TD), layout, cache)
+        x_TD = self.mixed(x_TD, layout, cache)
         if isinstance(self.mlp, MLP):
             return x_TD + self.mlp(self.norm2(x_TD), layout.draws_T2)
         y_TD, routed = self.mlp(self.norm2(x_TD), layout.real_T, layout.draws_T2)

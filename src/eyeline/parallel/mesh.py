@@ -54,6 +54,11 @@ class MeshSizes(Settings):
         return self.per_pack * self.pp
 
     @property
+    def experts_apart(self) -> bool:
+        """Return whether experts are sharded over other ranks than the branches of their block."""
+        return self.ep > 1 or self.tp > 1
+
+    @property
     def slices(self) -> int:
         """Slices that the model is cut into along its depth."""
         return self.pp * self.pp_slices_per_rank

@@ -49,9 +49,8 @@ def apart(plan: Plan[Any], mesh: Mesh) -> dict[str, DeviceMesh]:
     """What of the language model's blocks is sharded over other ranks than their branches are: experts, of which a rank may have some,
     and, where branches are cut, what else computes on a rank's own rows."""
     found: dict[str, DeviceMesh] = {}
-    if mesh.sizes.ep > 1 or mesh.sizes.tp > 1:
-        experts = experts_of(plan)
-        found = dict.fromkeys(experts, mesh.experts or mesh.shard)
+    if mesh.sizes.experts_apart:
+        found = dict.fromkeys(experts_of(plan), mesh.experts or mesh.shard)
     if mesh.sizes.tp > 1:
         for name, entry in plan.table.items():
             owner = name.rpartition(".")[0]

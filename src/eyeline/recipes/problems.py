@@ -153,7 +153,7 @@ def _settings_problems(run: Run, unreadable: list[str]) -> Iterator[str]:
             yield "mesh.balance_images: the model reads text only, and has no images to be dealt. Leave it out"
         budgets = [stage.batch.budget.tokens for stage in run.stages if stage.batch.chosen]
         yield from dict.fromkeys(line for budget in budgets for line in model_problems(run.mesh, plan, budget))
-        yield from axis_problems(run, plan)
+        yield from axis_problems(run)
         for index, stage in enumerate(run.stages):
             yield from _stage_problems(f"stages.{stage.name}", stage, plan)
             yield from _new_token_problems(f"stages.{stage.name}", run, stage, plan)

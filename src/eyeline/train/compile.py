@@ -35,7 +35,7 @@ def refuse_attention(plan: Plan[Model], run: Run, here: Machine) -> None:
 def compile_first(plan: Plan[Model], run: Run, stage: Stage, ranks: Ranks, clock: Clock) -> None:
     """Have the blocks compiled by a forward and a backward pass over made-up batches of the stage's size, with images and without. Nothing
     of it stays but the graphs."""
-    blocks, start = compile_blocks(plan), clock.now()
+    blocks, start = compile_blocks(plan, experts_apart=run.mesh.experts_apart), clock.now()
     for batch in made_up_batches(plan, stage.batch.budget):
         add_gradients(plan.model, step_alone([batch]), ranks, stage.experts, run.seed, 0)
     plan.model.zero_grad(set_to_none=True)

@@ -168,13 +168,8 @@ def memory_of_slices(run: Run, index: int, config: Config, apart: NewRows | None
     return most, ", ".join(f"{cut.start}–{cut.stop - 1}" if len(cut) > 1 else f"{cut.start}" for cut in cuts)
 
 
-def axis_problems(run: Run, plan: Plan[Model]) -> Iterator[str]:
-    """Settings that do not go with tensor, context, expert or pipeline parallelism of a model."""
-    sparse = plan.spec.language.experts is not None
-    apart = [axis for axis in (("pp", "ep", "tp") if sparse else ("pp", "ep")) if getattr(run.mesh, axis) > 1]
-    if apart and run.compile != "none":
-        why = "" if apart[0] == "pp" else " of a model with experts, which are gathered inside a block,"
-        yield f"compile: {run.compile} with mesh.{apart[0]}={getattr(run.mesh, apart[0])}{why} is not there yet. Leave one of them out"
+def axis_problems(run: Run) -> Iterator[str]:
+    """Settings that do not go with tensor or pipeline parallelism."""
     for stage in run.stages:
         how = stage.gradient_checkpointing
         if run.mesh.pp > 1 and isinstance(how, Checkpointing) and how.memory_gb is not None:
