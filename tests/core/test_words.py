@@ -17,4 +17,7 @@ def test_times_have_hours_only_where_they_last_hours() -> None:
 
 
 def test_memory_is_in_gib() -> None:
-    assert [gib(size) for size in (0, 5 * 2**28, 1500 * 2**30)] == ["0.00 GiB", "1.25 GiB", "1,500.00 GiB"]
+    assert [gib(size) for size in (0, 5 * 2**28, 1500 * 2**30)] == ["0 bytes", "1.25 GiB", "1,500.00 GiB"]
+    assert [gib(size) for size in (-(-(2**30) // 10), 2**30 // 10, 2**18, 5 * 2**10, 102)] == [
+        "0.10 GiB", "102.40 MiB", "0.25 MiB", "5.00 KiB", "102 bytes",
+    ]  # fmt: skip

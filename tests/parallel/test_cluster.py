@@ -34,7 +34,7 @@ ODD: dict[str, tuple[list[RankReport], str]] = {
     "slow": (reports(matmul=30e12), r"rank 2 \(node1\) computes matrix products at 30 TFLOP/s, 60.0% of the median"),
     "versions": (reports(versions=ALIKE.versions | {"torch": "1"}), r"rank 2 \(node1\): torch is 1, on rank 0 2"),
     "paths": (reports(paths={"/data": "does not exist"}), r"rank 2 \(node1\): /data is does not exist, on rank 0 not there"),
-    "disk": (reports(free=10), r"disk: 0.00 GiB free in .*, and one checkpoint takes"),
+    "disk": (reports(free=10), r"disk: 10 bytes free in .*, and one checkpoint takes"),
 }
 WARNED: dict[str, tuple[list[RankReport], str]] = {
     "clock": (reports(clock=90.0), r"the clock of rank 2 \(node1\) is 10.0 s behind"),

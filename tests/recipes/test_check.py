@@ -398,6 +398,16 @@ def test_debug_shows_the_traceback(eyeline: Command) -> None:
         eyeline("train", "nothing", "--debug")
 
 
+def test_problems_of_settings_come_before_the_data_and_name_their_stage(tmp_path: Path) -> None:
+    out = io.StringIO()
+    run = tiny_run(tmp_path, "stages.0.batch.packs_per_step=4", "stages.1.batch.packs_per_step=3")
+    assert not check(run, 0, Console(file=out, width=200), world_size=4)
+    problem = f"stages.{run.stages[1].name}.batch.packs_per_step=3 is less than the 4 ranks"
+    before, data, after = out.getvalue().partition("epoch ≈")
+    assert data and problem in before and problem in after
+    assert f"stages.{run.stages[0].name}.batch" not in out.getvalue()
+
+
 def test_a_world_size_without_a_rank_is_refused(eyeline: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_recipe(tmp_path)))

@@ -79,7 +79,11 @@ def test_null_survives_too() -> None:
         ),
         ("stages.0.optimizer=adamw", ["stages.shapes.optimizer: got 'adamw', wanted a mapping, such as {kind: adamw}"]),
         ("name=[a]", ["name: got ['a'], wanted text"]),
-        ("stages.0.batch=5", ["stages.shapes.batch: got 5, wanted a mapping, such as {max_tokens: 8192, max_patches: 8192}"]),
+        (
+            "stages.0.batch=5",
+            ["stages.shapes.batch: got 5, wanted a mapping, such as {max_tokens: 8192, max_patches: 8192}, or batch: auto"],
+        ),
+        ("model.config.vision=null", ["model.config.vision: got null, wanted a mapping"]),
         ("stages.0.data.sources=my.json", ["got 'my.json', wanted a list of mappings, such as [{path: my.json}]"]),
         ("stages.0.data.sources=[my.json]", ["stages.shapes.data.sources.0: got 'my.json', wanted a mapping, such as {path: my.json}"]),
         ("epochs=3", ["epochs: there is no such setting here. It belongs elsewhere: stages.NAME.epochs"]),

@@ -94,7 +94,7 @@ def test_check_shows_what_auto_takes_and_why(tmp_path: Path) -> None:
     ("memory_gb", "overrides", "why"),
     [
         (None, (), r"stages.whole.batch: auto needs the memory of a GPU, and this machine has none.*batch=\{auto: true, memory_gb: 16\}"),
-        (1e-5, (), r"auto has 0.00 GiB of a device, and with packs of .* tokens, the smallest that suit the data, the stage needs about"),
+        (1e-5, (), r"auto has 9.77 KiB of a device, and with packs of .* tokens, the smallest that suit the data, the stage needs about"),
     ],
 )
 def test_too_little_memory_is_refused_before_anything_is_written(

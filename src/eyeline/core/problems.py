@@ -20,7 +20,7 @@ _EXAMPLES = {
     "sources": "[{path: my.json}]",
     "optimizer": "{kind: adamw}",
     "schedule": "{kind: cosine}",
-    "batch": "{max_tokens: 8192, max_patches: 8192}",
+    "batch": "{max_tokens: 8192, max_patches: 8192}, or batch: auto",
     **dict.fromkeys(PARTS, "{how: full, lr: 1.0e-3}"),
 }
 _LIMITS = {
@@ -296,7 +296,8 @@ def _article(annotation: Any) -> str:
 def _such_as(place: _Place) -> str:
     *above, last = place.path or ("",)
     of = {"sources": "{path: my.json}", "weights": "runs/first"}  # elements of these, whatever they are called
-    example = of.get(above[-1] if above else "", _EXAMPLES.get(last))
+    parent = above[-1] if above else ""
+    example = of.get(parent, None if last in PARTS and parent == "config" else _EXAMPLES.get(last))
     return f", such as {example}" if example else ""
 
 

@@ -18,5 +18,6 @@ def duration(seconds: float) -> str:
 
 
 def gib(size: int) -> str:
-    """A number of bytes of memory as `1.25 GiB`."""
-    return f"{size / 2**30:,.2f} GiB"
+    """A number of bytes of memory as `1.25 GiB`; in MiB or KiB where that is less than a tenth."""
+    unit, scale = next(((unit, scale) for unit, scale in (("GiB", 30), ("MiB", 20), ("KiB", 10)) if size * 10 >= 1 << scale), ("bytes", 0))
+    return f"{size / (1 << scale):,.2f} {unit}" if scale else f"{size} bytes"

@@ -6,7 +6,7 @@ the updated weight is a parameter of its own: `W' = m · (W + s·B·A) / ‖W + 
 Dims: T tokens  r rank  in, out: widths of the wrapped layer (I, O)
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Annotated, Literal, NamedTuple
 
 import torch
@@ -241,15 +241,14 @@ def targets_of(model: nn.Module, spec: Spec, part: Part) -> dict[str, list[str]]
     return found
 
 
-def experts_problem(lora: LoRA) -> str | None:
-    """The setting that adapters of experts do not have; None where they have all."""
+def experts_problems(lora: LoRA) -> Iterator[str]:
+    """The settings that adapters of experts do not have."""
     if lora.targets == "all-linear" or EXPERTS_TARGET not in lora.targets:
-        return None
+        return
     if lora.dora:
-        return "dora: an adapter of experts is plain LoRA, as peft's is. Leave dora or the target experts out"
+        yield "dora: an adapter of experts is plain LoRA, as peft's is. Leave dora or the target experts out"
     if lora.dropout:
-        return "dropout: an adapter of experts has none, as peft's has none. Set dropout: 0, or leave the target experts out"
-    return None
+        yield "dropout: an adapter of experts has none, as peft's has none. Set dropout: 0, or leave the target experts out"
 
 
 def unknown_target(target: str, known: Collection[str]) -> str:
@@ -265,7 +264,7 @@ def wrap(model: nn.Module, spec: Spec, part: Part, lora: LoRA) -> list[str]:
     Raises Refused for a target that the part does not have.
     """
     known = targets_of(model, spec, part)
-    if (problem := experts_problem(lora)) is not None:
+    for problem in experts_problems(lora):
         raise Refused(f"LoRA of {part}: {problem}")
     targets = tuple(name for name in known if name != EXPERTS_TARGET) if lora.targets == "all-linear" else lora.targets
     for target in targets:

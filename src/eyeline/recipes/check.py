@@ -83,13 +83,15 @@ def check(run: Run, samples: int, console: Console | None = None, world_size: in
     if run.distill is not None:
         say_line(console, distilling.form_line(run.distill, encoder.template))
     saved = newest_state(run_folder(run) / "checkpoints") if not any(line.startswith("out: ") for line in found) else None
+    device = device_report(run, bundle, world)
+    found += device.problems
+    if found:  # they need not wait until the data have been read
+        say_line(console, problem_list(run.name, found))
     form = mapping_of(bundle.config).form(bundle.config)
     say_line(console, f"run folder: {run_folder(run)}")
     say_line(console, f"export: {form.name} form, for transformers' {classes(bundle, form)} ({form.reason})")
-    device = device_report(run, bundle, world)
     for line in device.lines:
         say_line(console, line)
-    found += device.problems
     if encoder.template.notice:
         say_line(console, encoder.template.notice)
     for line in (

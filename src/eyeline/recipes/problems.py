@@ -25,7 +25,7 @@ from eyeline.evals.metric import metric_named
 from eyeline.kernels.nf4 import BLOCK
 from eyeline.models import Model
 from eyeline.models import spec as spec_of
-from eyeline.models.lora import experts_problem, quantizable, targets_of, unknown_target
+from eyeline.models.lora import experts_problems, quantizable, targets_of, unknown_target
 from eyeline.models.moe import Bias
 from eyeline.models.shape import savable, shape
 from eyeline.parallel.mesh import model_problems
@@ -85,7 +85,8 @@ def findings(run: Run) -> Iterator[Finding]:
 
 def problems_of_ranks(run: Run, world_size: int) -> Iterator[str]:
     """What does not fit a number of ranks."""
-    yield from mesh_problems(run.mesh, world_size, run.packs_per_step)
+    of_mesh = [(stage, line) for stage in run.stages for line in mesh_problems(run.mesh, world_size, stage.batch.packs_per_step)]
+    yield from dict.fromkeys(f"stages.{stage.name}.{line}" if line.startswith("batch.") else line for stage, line in of_mesh)
     yield from sample_problems(run, world_size)
     yield from rank_problems(run, world_size)
 
@@ -296,8 +297,7 @@ def _part_problems(where: str, part: Part, trained: Full | Adapted, plan: Plan[M
     elif trained.freeze_layers >= max(len(blocks), 1):
         yield f"{where}.freeze_layers={trained.freeze_layers} leaves none of its {len(blocks)} blocks to train; lower it"
     if isinstance(trained, Adapted):
-        if (problem := experts_problem(trained)) is not None:
-            yield f"{where}.{problem}"
+        yield from (f"{where}.{problem}" for problem in experts_problems(trained))
         if trained.quantize != "none" and not quantizable(plan.model, part):
             yield f"{where}.quantize: no linear layer of the {part} has a multiple of {BLOCK} inputs, which NF4 needs. Leave it out"
         known = savable(plan.model, plan.spec, part)
