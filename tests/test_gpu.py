@@ -15,8 +15,10 @@ from eyeline.data.fetch.batches import batch_of
 from eyeline.data.fetch.full_batch import full_batch
 from eyeline.kernels import fla, float32
 from eyeline.kernels.attention import packed_attention
+from eyeline.kernels.float8 import Scaling, float8_fault, float8_linear
 from eyeline.kernels.float32 import linear as linear_in_float32
 from eyeline.kernels.gated_delta import gated_delta_rule, gated_delta_rule_plain
+from eyeline.kernels.gpu import float8_obstacle
 from eyeline.kernels.moe import grouped_swiglu, grouped_swiglu_plain
 from eyeline.kernels.one_kernel import compiler_obstacle
 from eyeline.kernels.self_test import _batch, fla_fault
@@ -27,6 +29,7 @@ from eyeline.models.layers import EVERY_BLOCK
 from eyeline.models.shape import shape
 from eyeline.parallel.copies import on_device
 from eyeline.parallel.launch import machine
+from eyeline.train import loop
 from eyeline.train.environment import environment
 from tests.bundle.tiny import save_language, save_vision
 from tests.command import Command
@@ -36,6 +39,7 @@ from tests.models import parity
 from tests.models.cases import each_case
 from tests.models.parity import Case
 from tests.train.ends import digest, stopped_at
+from tests.train.recipe import tiny_run
 
 SIZES = {"vocab_size": 512, "hidden_size": 64, "layers": 2, "heads": 4, "kv_heads": 2, "tie_embeddings": True}
 QWEN3 = {"family": "qwen3", **SIZES, "head_dim": 16, "intermediate_size": 96}
@@ -109,6 +113,39 @@ def test_products_in_float32_on_this_gpu() -> None:
     assert (out.double().cpu() - want).norm() <= 2**-15 * want.norm()
     assert leaves[1].grad is not None
     assert (leaves[1].grad.double().cpu() - 2 * want.T @ x_TD.double()).norm() <= 2**-13 * (2 * want.T @ x_TD.double()).norm()
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_products_in_fp8_on_this_gpu(scaling: Scaling) -> None:
+    """A linear layer's output and gradients, by the GPU's FP8 units, against the emulation on the CPU; rows are no multiple of 16."""
+    if float8_obstacle(torch.cuda.get_device_capability()) is not None:
+        pytest.skip("this GPU has no products in FP8")
+    assert float8_fault(torch.device(DEVICE), scaling) is None
+    rng = torch.Generator().manual_seed(0)
+    x_TI, weight_OI, dout_TO = (torch.randn(*size, generator=rng).bfloat16() for size in ((1001, 512), (256, 512), (1001, 256)))
+    results = []
+    for device in ("cpu", DEVICE):
+        leaves = [x.to(device, copy=True).requires_grad_() for x in (x_TI, weight_OI)]
+        out = float8_linear(*leaves, scaling)
+        out.backward(dout_TO.to(device))
+        results.append([out.detach().cpu(), *(leaf.grad.cpu() for leaf in leaves if leaf.grad is not None)])
+    for want, got in zip(*results, strict=True):
+        assert (got.float() - want.float()).norm() <= 0.01 * want.float().norm()
+
+
+@pytest.mark.parametrize("precision", ["fp16", "float8"])
+def test_a_run_in_fewer_bits_on_this_gpu_is_near_bf16(precision: str, tmp_path: Path) -> None:
+    """The tiny run in fp16, with its loss scale, and in FP8 where there is some."""
+    wide = ["model.config.language.hidden_size=32", "model.config.language.intermediate_size=48", "validation_steps=null"]
+    if precision == "float8" and float8_obstacle(torch.cuda.get_device_capability()) is not None:
+        pytest.skip("this GPU has no products in FP8")
+    narrow = ["precision=fp16"] if precision == "fp16" else ["precision=bf16", "float8=tensorwise"]
+    found = []
+    for name, how in {"bf16": ["precision=bf16"], precision: narrow}.items():
+        loop.train(tiny_run(tmp_path, f"device={DEVICE}", f"out={tmp_path / name}", *wide, *how))
+        found.append(first_losses(tmp_path / name))
+    assert None not in found[1], "an overflow is of gradients, and its loss is known"
+    assert found[1][0] == pytest.approx(found[0][0], abs=0.05)
 
 
 def first_losses(run: Path) -> list[float]:

@@ -669,6 +669,7 @@ CASES: dict[str, Case] = {
     "stages[].trains.*<Adapted>.dora": turned("stages.0.trains.language.dora=true", base=LORA),
     "stages[].trains.*<Adapted>.modules_to_save": turned("stages.0.trains.language.modules_to_save=[norm]", base=LORA),
     "precision": turned("precision=bf16"),
+    "float8": turned("float8=rowwise", base=("precision=bf16",)),
     "device": turned("device=cuda", see=device),
     "compile": turned("compile=blocks", see=graphs),
     "deterministic": turned("deterministic=true", see=deterministic),

@@ -42,6 +42,7 @@ HOW: dict[str, Setup] = {
     # of one step, whose loss is then the same to the last bit: a second one starts from weights that differ, and bfloat16 is coarse
     "bf16": Setup(precision=torch.bfloat16, steps=1),
     "fp16": Setup(precision=torch.float16, loss_scale=64.0, steps=1, narrow=PARTS, checkpointing=True),
+    "float8": Setup(precision=torch.bfloat16, float8="rowwise", steps=1, checkpointing=True),
     "bf16 adapters": Setup({"language": "adapters"}, precision=torch.bfloat16, steps=1, narrow=PARTS),
 }
 

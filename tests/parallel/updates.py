@@ -18,7 +18,9 @@ from eyeline.core.shards import Box, held, mesh_of_tensor, put
 from eyeline.core.step import Step, step_of
 from eyeline.core.world import ALONE, World
 from eyeline.data.fetch.batches import batch_of
+from eyeline.kernels.float8 import Scaling
 from eyeline.models.compiled import compile_blocks
+from eyeline.models.float8 import float8_layers
 from eyeline.models.layers import EVERY_BLOCK
 from eyeline.models.lora import LoRA
 from eyeline.models.moe import Balance, Bias
@@ -66,6 +68,7 @@ class Setup:
     precision: torch.dtype = torch.float32
     momentum: float = 0.0
     loss_scale: float | None = None
+    float8: Scaling | None = None  # of linear layers of the language model
     max_grad_norm: float | None = 0.5
     steps: int = 3  # that are compared
     narrow: tuple[Part, ...] = ()  # whose frozen matrices are stored in bfloat16
@@ -170,6 +173,8 @@ def train(case: Case, setup: Setup, world: World = ALONE) -> Trained:
         biased=isinstance(setup.balance, Bias),
         new_rows=setup.new_rows,
     )
+    for layer in float8_layers(plan.model, plan.blocks["language"]).layers:
+        layer.float8 = setup.float8
     if setup.checkpointing:
         plan.model.recompute(dict.fromkeys(PARTS, EVERY_BLOCK))
     plan = cut_along_depth(plan, Budget(TOKENS, 1000), mesh)

@@ -235,3 +235,14 @@ def test_deterministic_is_not_left_on_by_check(tmp_path: Path) -> None:
 def test_unknown_device_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="device"):
         tiny_run(tmp_path, "device=gpu")
+
+
+def test_check_names_what_is_in_fp8_and_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = ("precision=bf16", "float8=rowwise", "model.config.language.hidden_size=32")
+    run = tiny_run(tmp_path, *wide)
+    bundle = description(run)
+    assert "float8: rowwise (emulated on this CPU" in "\n".join(device_report(run, bundle).lines)
+    assert "gate_proj (32 × 24, not multiples of 16)" in "\n".join(device_report(run, bundle).lines)
+    monkeypatch.setattr(module, "machine", lambda *_, **__: Machine(torch.device("cpu"), "NVIDIA A100", 1, (8, 0)))
+    [problem] = device_report(run, bundle).problems
+    assert problem.startswith("float8: rowwise, and products in FP8 need compute capability 8.9") and problem.endswith("Set float8: none")

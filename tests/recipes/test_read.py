@@ -50,7 +50,7 @@ def test_null_survives_too() -> None:
         ("stages.0.epochs=1", ["both steps and epochs are given. Remove one: stages.shapes.steps=null or stages.shapes.epochs=null"]),
         ("save_steps=0", ["save_steps", "greater than 0"]),
         ("save_total_limit=0", ["save_total_limit", "greater than 0"]),
-        ("precision=fp8", ["precision: got 'fp8'", "fp8 is not there yet"]),
+        ("precision=fp8", ["precision: got 'fp8'", "set precision: bf16 and float8: rowwise"]),
         ("precision=float16", ["'float16' is called 'fp16' here"]),
         (
             "stages.0.schedule.warmup_ratio=1.5",

@@ -140,7 +140,8 @@ ALIASES: dict[str, tuple[str, str]] = {
     "initial_scale_power": ("", "precision: fp16 starts with a loss scale of 65,536 and adapts it"),
     "loss_scale": ("", "precision: fp16 starts with a loss scale of 65,536 and adapts it"),
     "loss_scale_window": ("", "precision: fp16 doubles its loss scale after 2,000 steps that were applied"),
-    "fp8": ("precision", "fp8 is not there yet; precision: bf16 or fp16"),
+    "fp8": ("float8", "float8: rowwise, or tensorwise, with precision: bf16"),
+    "enable_fp8": ("float8", "float8: rowwise, or tensorwise, with precision: bf16"),
     "torch_dtype": ("precision", ""),
     "mixed_precision": ("precision", ""),
     "dtype": ("precision", ""),
@@ -173,7 +174,7 @@ NOT_THERE: dict[tuple[str, str], str] = {
     ("kind", "paged_adamw"): "moments are not paged: {kind: adamw, offload: true} keeps them on the host between steps",
     ("kind", "paged_adamw_32bit"): "moments are not paged: {kind: adamw, offload: true} keeps them on the host between steps",
     ("kind", "paged_adamw_8bit"): "moments are not paged: {kind: adamw_8bit, offload: true} keeps them on the host between steps",
-    ("precision", "fp8"): "fp8 is not there yet: bf16 is the fastest, and quantize: nf4 stores frozen weights in 4 bits",
+    ("precision", "fp8"): "FP8 is of linear layers alone here: set precision: bf16 and float8: rowwise, or tensorwise",
     ("quantize", "int8"): "weights in 8 bits are not there: nf4 stores them in 4",
     ("quantize", "fp4"): "it is not there, and nf4 takes as little memory with smaller errors",
 }

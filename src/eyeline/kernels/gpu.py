@@ -67,6 +67,15 @@ def grouped_obstacle(dtype: torch.dtype, capability: Capability) -> str | None:
     return None
 
 
+def float8_obstacle(capability: Capability) -> str | None:
+    """The reason why a GPU has no matrix products in FP8; None where it should have them."""
+    if torch.version.hip is not None:
+        return "this is a ROCm build of torch, where products in FP8 are untested"
+    if capability < (8, 9):
+        return f"products in FP8 need compute capability 8.9 (Ada, Hopper or newer), and this GPU has {capability_text(capability)}"
+    return None
+
+
 def grouped_waits(capability: Capability) -> bool:
     """True if torch's grouped matrix product reads the group sizes on the host and loops over groups: everywhere but on data-centre
     Hopper and Blackwell (9.x, 10.x)."""

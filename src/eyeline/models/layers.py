@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from eyeline.core.plan import ADAPTER_NAMES, INPUTS, OUTPUTS, VOCABULARY, Replaceable, Split, Traits
 from eyeline.core.shards import put
 from eyeline.kernels.attention import LayerCache, cached_attention, packed_attention
+from eyeline.kernels.float8 import Scaling, float8_linear
 from eyeline.kernels.gpu import on_gpu
 from eyeline.kernels.kept import keeping_products, on_host
 from eyeline.kernels.linears import Layer, linears
@@ -64,6 +65,7 @@ class Linear(Unfilled, nn.Linear):
         assert not (bias and split == INPUTS), "each rank would add the bias"
         self.split, self.target = split, target
         self.register_parameter("largest", None)
+        self.float8: Scaling | None = None  # its products are in FP8, scaled so
 
     def traits(self) -> dict[str, Traits]:
         weight = Traits(self.split, muon=self.target is not None, storage="plain" if self.largest is None else "nf4")
@@ -85,11 +87,14 @@ class Linear(Unfilled, nn.Linear):
         if self.largest is not None:
             out_TO = nf4_linear(x_TD, self.weight, self.largest)
             return out_TO if self.bias is None else out_TO + self.bias.to(x_TD.dtype)
+        if self.float8 is not None:
+            out_TO = float8_linear(x_TD, self.weight.to(x_TD.dtype), self.float8)
+            return out_TO if self.bias is None else out_TO + self.bias.to(x_TD.dtype)
         return F.linear(x_TD, self.weight.to(x_TD.dtype), None if self.bias is None else self.bias.to(x_TD.dtype))
 
     def tensors(self) -> Layer | None:
         """What the layer computes with, for `together`; None where it does more than a linear layer with an adapter."""
-        return None if self.largest is not None else Layer(self.weight, self.bias)
+        return None if self.largest is not None or self.float8 is not None else Layer(self.weight, self.bias)
 
     def count(self, tally: Tally, reached: bool, rows: Rows) -> bool:
         return tally.product(rows, self.in_features, self.out_features, reached, self.weight.requires_grad) or any_trainable(self)

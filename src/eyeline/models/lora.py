@@ -102,7 +102,7 @@ class LoRALinear(Linear):
             put(self.lora_magnitude, whole(self.weight).float().norm(dim=1))
 
     def tensors(self) -> Layer | None:
-        if self.largest is not None or self.lora_magnitude is not None or (self.training and self.dropout):
+        if self.largest is not None or self.float8 is not None or self.lora_magnitude is not None or (self.training and self.dropout):
             return None
         return Layer(self.weight, self.bias, self.lora_A, self.lora_B, self.scale)
 

@@ -9,7 +9,9 @@ from eyeline.models.compiled import attention_problem, compiler_problem
 from eyeline.models.kernel_paths import KernelPaths, choose
 from eyeline.models.shape import shape
 from eyeline.parallel.launch import machine
+from eyeline.train.float8 import float8_lines, float8_problem
 from eyeline.train.run import COMPUTE, Run
+from eyeline.train.trainable import plan_of
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,12 @@ def device_report(run: Run, bundle: Bundle | None, world: World = ALONE) -> Devi
     if bundle is not None:
         model = shape(bundle.config, trains={}).model
         paths = choose(model, here.device, here.capability, dtype, trains=True, deterministic=here.deterministic)
+        problems.append(float8_problem(run, here.device, here.capability))
+        if run.float8 != "none":
+            try:
+                lines += float8_lines(run, plan_of(run, 0, bundle.config), here.capability)
+            except Refused as error:
+                problems.append(str(error))
         if run.compile == "blocks":
             problems += compiler_problem(here.device), attention_problem(model, here.capability, dtype)
     if run.compile == "blocks":

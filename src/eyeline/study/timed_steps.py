@@ -29,6 +29,7 @@ from eyeline.parallel.ranks import ONE_DEVICE
 from eyeline.study.roofline.roofline import config_for, one_device_lines, resized, stage_index
 from eyeline.train.compile import compile_first, refuse_attention, refuse_without_compiler
 from eyeline.train.environment import environment
+from eyeline.train.float8 import refuse_without_float8
 from eyeline.train.loss_scale import LEAST
 from eyeline.train.metrics import Clock
 from eyeline.train.optim import make_optimizers
@@ -74,6 +75,7 @@ def bench_steps(
     """Time steps of a stage, print what they reached, and write it to `out`."""
     here = machine(run.device, run.threads, run.deterministic)
     refuse_without_compiler(run, here)
+    refuse_without_float8(run, here)
     index = stage_index(run, stage)
     asked = resized(run, index, tokens, patches, packs)
     with fitting("a step of this size"):

@@ -34,6 +34,7 @@ from eyeline.train.auto_batch import with_batches
 from eyeline.train.compile import refuse_without_compiler
 from eyeline.train.display import display
 from eyeline.train.evidence import EVIDENCE, keep_evidence
+from eyeline.train.float8 import refuse_without_float8
 from eyeline.train.loss_scale import LossScale
 from eyeline.train.metrics import Clock, StepFigures, rank_line, with_starved
 from eyeline.train.optim import set_learning_rates
@@ -69,6 +70,7 @@ def train(run: Run, now: Callable[[], float] = time.monotonic, process_started: 
         if problems := [*rank_problems(run, world.size)]:
             raise Refused("\n  ".join(problems))
         world.by_each(lambda: refuse_without_compiler(run, here))
+        world.by_each(lambda: refuse_without_float8(run, here))
         folder = run_folder(run)
         world.by_first(lambda: refuse_unanswerable(run, world.size))
         world.by_first(lambda: stack.enter_context(owned(folder)))

@@ -35,4 +35,4 @@ def unscale(parameters: Iterable[Parameter], factor: float) -> None:
     """Divide gradients, which are in float32, by a power of two."""
     gradients = [p.grad.to_local() if is_sharded(p.grad) else p.grad for p in parameters if p.grad is not None]  # type: ignore[attr-defined]
     if gradients:
-        torch._foreach_mul_(gradients, 1 / factor)
+        torch._foreach_mul_(gradients, 1 / factor)  # pyright: ignore[reportPrivateImportUsage]

@@ -264,6 +264,7 @@ class Run(Settings):
     evaluation: Evaluation | None = None
     distill: Distill | None = None  # what `eyeline distill` asks a teacher
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # of activations and products; what trains is kept in fp32 in any case
+    float8: Literal["none", "tensorwise", "rowwise"] = "none"  # how FP8 is scaled, in the linear layers of the language model
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compile: Literal["none", "blocks"] = "none"  # blocks: PyTorch's compiler makes a graph of each kind of block, before the first step
     deterministic: bool = False  # only algorithms that give the same bits every time; on a GPU others are faster
@@ -334,6 +335,24 @@ class Run(Settings):
                 raise ValueError(
                     f"compile: blocks with stages.{stage.name}.trains.{packed[0]}.quantize is not there yet. Leave one of them out"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _float8_goes_with_the_rest(self) -> "Run":
+        if self.float8 == "none":
+            return self
+        found = [] if self.precision == "bf16" else [f"precision: {self.precision}; what is not in FP8 is in bf16: set precision: bf16"]
+        found += [] if self.compile == "none" else [f"compile: {self.compile}; products in FP8 are not compiled yet"]
+        cut = [axis for axis in ("tp", "cp", "ep", "pp") if getattr(self.mesh, axis) > 1]
+        found += [f"mesh.{axis}; products in FP8 of a part of a layer or of a pack are not there yet" for axis in cut]
+        for stage in self.stages:
+            one, place = stage.trains.get("language"), f"stages.{stage.name}.trains.language"
+            if isinstance(one, Adapted) and one.quantize != "none":
+                found.append(f"{place}.quantize: {one.quantize}; its weights are multiplied in {self.precision}")
+            if isinstance(one, Adapted) and one.dora:
+                found.append(f"{place}.dora; it scales rows of products, which are not in FP8 there yet")
+        if found:
+            raise ValueError(f"float8: {self.float8} does not go with " + ". Nor with ".join(found))
         return self
 
     @model_validator(mode="after")

@@ -12,6 +12,7 @@ from eyeline.bundle.fill import fill, has_biases, lora_of
 from eyeline.bundle.fill import new_rows_of as stored_rows
 from eyeline.checkpoint import store
 from eyeline.core.errors import Refused, fitting
+from eyeline.core.log import say
 from eyeline.core.plan import Plan, complete
 from eyeline.core.randomness import seed_for
 from eyeline.core.step import Step
@@ -31,6 +32,7 @@ from eyeline.parallel.ranks import ONE_DEVICE, Ranks
 from eyeline.train.compile import compile_first, refuse_attention
 from eyeline.train.display import Display
 from eyeline.train.evidence import LossSpikes
+from eyeline.train.float8 import float8_lines
 from eyeline.train.metrics import Clock
 from eyeline.train.optim import load_state_tensors, make_optimizers
 from eyeline.train.run import COMPUTE, Distillation, Run, Stage
@@ -160,6 +162,8 @@ def begin_stage(process: Process, checkpoint: store.Checkpoint | None, state: St
     with process.clock.spending("startup"), fitting("the model with its optimizer's state"):
         plan = model_of(run, home, here, checkpoint, state.stage, process.mesh, world)
         kernels = choose_kernels(plan.model, here, COMPUTE[run.precision], trains=True)
+        for line in (in_float8 := float8_lines(run, plan, here.capability)):
+            say(line)
         refuse_attention(plan, run, here)
         with complete(plan):
             arithmetic = flops.count(plan.model, plan.spec.image)
@@ -195,7 +199,7 @@ def begin_stage(process: Process, checkpoint: store.Checkpoint | None, state: St
     own_time = OwnTime((plan.model.get_submodule(name) for name in plan.blocks["language"]), here.device, world)
     balanced = world.size > 1 and run.mesh.balance_images
     running = StageRun(stage, plan, optimizers, reader, steps, arithmetic, own_time, Stragglers(world.hosts), balanced)
-    _announce(process, running, state, kernels)
+    _announce(process, running, state, (*kernels, *in_float8))
     plan.model.train()
     if run.compile == "blocks":
         process.show.status("compiling the blocks")

@@ -14,6 +14,7 @@ from eyeline.bundle.rows import new_rows
 from eyeline.core.batch import Budget
 from eyeline.core.plan import PARTS, NewRows, Part, Plan
 from eyeline.models import Config, Model
+from eyeline.models.float8 import float8_layers
 from eyeline.models.layers import Recompute
 from eyeline.models.lora import LoRA
 from eyeline.models.shape import SAVED, Ways, shape
@@ -132,6 +133,9 @@ def plan_of(run: Run, index: int, config: Config, biased: bool = False, apart: N
         room = int(how.memory_gb * 1e9) - memory_of(plan, stage.optimizer, shards, whole).total
         again = fewest_recomputed(plan, stage.batch.budget, again, room)
     plan.model.recompute(again)
+    if run.float8 != "none":
+        for layer in float8_layers(plan.model, plan.blocks["language"]).layers:
+            layer.float8 = run.float8
     return plan
 
 

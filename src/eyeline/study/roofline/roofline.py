@@ -64,6 +64,8 @@ def roofline(
     index = stage_index(run, stage)
     if run.precision != "bf16":
         raise Refused(f"precision is {run.precision}, and a roofline is of bf16, which GPUs are made for. Set precision=bf16")
+    if run.float8 != "none":
+        raise Refused(f"float8 is {run.float8}, and a roofline has no prices for products in FP8. Set float8=none")
     batch = resized(run, index, tokens, patches, packs).stages[index].batch
     recording = record_step(run, index, config_for(run, size), batch.budget, batch.packs_per_step)
     ways = {"eager": way(priced(recording.operators, gpu), recording, gpu), "fused": way(fused(recording.operators, gpu), recording, gpu)}
