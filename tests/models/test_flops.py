@@ -153,7 +153,7 @@ def test_forward_of_each_part_is_what_the_counter_sees(case: Case):
     assert got | {"language": got["language"] - head, "head": head} == want
 
 
-@each_typical_case_and("way", [*WAYS, "frozen embedding", "LoRA on one layer kind of the tower"])
+@each_typical_case_and("way", [*WAYS, "frozen embedding", "LoRA on one layer kind of the tower"], turns=3, always=["LoRA of all parts"])
 def test_every_way_to_freeze_equals_the_counter(case: Case, way: str):
     model, spec = parity.randomised(case), case.spec
     match way:

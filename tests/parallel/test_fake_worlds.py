@@ -124,11 +124,17 @@ LAYOUTS = {
     "30b tp x ep": ("qwen3-vl-30b-a3b", 1024, MeshSizes(tp=4, ep=64)),
     "35b cp x tp x ep": ("qwen3.5-35b-a3b", 1024, MeshSizes(cp=2, tp=2, ep=128)),
 }
-SEVERAL = [pytest.param(how, marks=pytest.mark.slow if LAYOUTS[how][1] > 512 else ()) for how in LAYOUTS]
+BOTH = [(how, rank) for how in LAYOUTS for rank in (0, -1)]
+QUICK = (("8b fsdp", 0), ("8b hsdp", -1), ("8b hsdp x tp", -1), ("30b ep", 0), ("30b ep", -1))
 
 
-@pytest.mark.parametrize("how", SEVERAL)
-@pytest.mark.parametrize("rank", [0, -1], ids=["first", "last"])
+@pytest.mark.parametrize(
+    ("how", "rank"),
+    [
+        pytest.param(how, rank, id=f"{'last' if rank else 'first'}-{how}", marks=() if (how, rank) in QUICK else pytest.mark.slow)
+        for how, rank in BOTH
+    ],
+)
 def test_what_a_rank_holds_of_a_published_model(how: str, rank: int) -> None:
     """Every tensor, by hand (`by_hand.py`)."""
     size, ranks, sizes = LAYOUTS[how]

@@ -69,9 +69,16 @@ def _marks(case: Case) -> list[pytest.MarkDecorator]:
     return [] if is_typical(case) else [pytest.mark.slow]
 
 
-def each_typical_case_and(name: str, values: Sequence[Any]) -> pytest.MarkDecorator:
-    """Every typical case with every value."""
-    pairs = [pytest.param(case, value, id=f"{_id(case)}-{value}", marks=_marks(case)) for case in ALL for value in values]
+def each_typical_case_and(name: str, values: Sequence[Any], turns: int = 1, always: Sequence[Any] = ()) -> pytest.MarkDecorator:
+    """Every typical case with every value; where there are several turns, with every so many-th value in turn and with those of `always`.
+    The slow tests have the rest."""
+    pairs = [
+        pytest.param(
+            case, value, id=f"{_id(case)}-{value}", marks=_marks(case) if value in always or (n + m) % turns == 0 else pytest.mark.slow
+        )
+        for n, case in enumerate(sorted(ALL, key=lambda case: not is_typical(case)))
+        for m, value in enumerate(values)
+    ]
     return pytest.mark.parametrize(("case", name), pairs)
 
 
