@@ -653,8 +653,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "train/step.py",
-            "norm = ranks.norm(parameters)",
-            "norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])",
+            "else ranks.norm(parameters).to",
+            "else torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).to",
             "train/test_global_step.py::test_update_on_two_ranks_is_that_on_one[llava]",
         ),
         (
@@ -884,9 +884,33 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "train/optim.py",
-            "values[key] = new[key] if small else",
-            "values[key] = new[key].float() if small else",
+            'part.local.copy_(stored.read(f"{name}:{key}", part.box))',
+            'part.local.copy_(0 * stored.read(f"{name}:{key}", part.box))',
             "train/test_adamw_8bit.py::test_stopped_run_resumes_to_the_same_bits",
+        ),
+        (
+            "train/in_backward.py",
+            "    parameter.grad = None\n",
+            "",
+            "train/test_in_backward.py::test_gradients_of_one_block_at_most_exist_at_once",
+        ),
+        (
+            "train/in_backward.py",
+            "            hook.remove()",
+            "            pass",
+            "train/test_in_backward.py::test_gradients_of_one_block_at_most_exist_at_once",
+        ),
+        (
+            "train/in_backward.py",
+            "if not finite and updates_in_backward",
+            "if False and updates_in_backward",
+            "train/test_in_backward.py::test_step_that_is_not_finite_stops_the_run_unsaved",
+        ),
+        (
+            "train/memory.py",
+            "max(gradients.values(), default=0) if",
+            "gradients.total() if",
+            "train/test_in_backward.py::test_gradients_of_one_block_at_most_exist_at_once",
         ),
         (
             "train/memory.py",

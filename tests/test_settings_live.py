@@ -232,6 +232,13 @@ def memory(recipe: dict[str, Any], folder: Path) -> str:
     return str(memory_of(plan_of(run, 0, run.model.config), run.stages[0].optimizer))
 
 
+def gradient_bytes(recipe: dict[str, Any], folder: Path) -> int:
+    """What a stage needs for gradients."""
+    run = run_of(recipe | {"out": str(folder / "run")}, "recipe")
+    assert run.model.config is not None
+    return memory_of(plan_of(run, 0, run.model.config), run.stages[0].optimizer).gradients
+
+
 def refused_by_plan(recipe: dict[str, Any], folder: Path) -> str:
     """Why a stage cannot be planned."""
     try:
@@ -591,6 +598,10 @@ CASES: dict[str, Case] = {
     "stages[].optimizer<AdamW8bit>.eps": turned("stages.0.optimizer.eps=0.1", base=IN_8_BITS),
     "stages[].optimizer<AdamW8bit>.weight_decay": turned("stages.0.optimizer.weight_decay=5", base=IN_8_BITS),
     "stages[].optimizer<AdamW8bit>.offload": turned("stages.0.optimizer.offload=true", see=memory, base=IN_8_BITS),
+    "stages[].optimizer<AdamW8bit>.in_backward": turned("stages.0.optimizer.in_backward=true", see=gradient_bytes, base=IN_8_BITS),
+    "stages[].optimizer<AdamW>.in_backward": turned(
+        "stages.0.optimizer.in_backward=true", see=gradient_bytes, base=("stages.0.optimizer={kind: adamw}",)
+    ),
     "stages[].optimizer<Muon>.kind": turned("stages.0.optimizer={kind: adamw}"),
     "stages[].optimizer<Muon>.momentum": turned("stages.0.optimizer.momentum=0.5"),
     "stages[].optimizer<Muon>.adamw_lr_ratio": turned("stages.0.optimizer.adamw_lr_ratio=3"),

@@ -199,9 +199,8 @@ def test_tilde_is_the_home_folder_in_every_path(monkeypatch: pytest.MonkeyPatch,
             "paged: {kind: adamw_8bit, offload: true} keeps them on the host between steps",
         ),
         (
-            ["stages.all.optimizer={kind: adamw, in_backward: true}"],
-            "stages.all.optimizer.in_backward: there is no such setting; an update inside the backward pass is not there yet: "
-            "optimizer.state_dtype and offload make AdamW's memory small",
+            ["stages.all.optimizer={kind: adamw, optimizer_in_bwd: true}"],
+            "stages.all.optimizer.optimizer_in_bwd is called stages.all.optimizer.in_backward here; of AdamW, in each stage",
         ),
         (
             ["logging_dir=logs"],

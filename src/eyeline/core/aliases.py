@@ -42,11 +42,8 @@ ALIASES: dict[str, tuple[str, str]] = {
     "decay": ("schedule.decay_ratio", ""),
     "optim": ("optimizer.kind", ""),
     "paged": ("optimizer.offload", "moments are on the host between steps, and not paged"),
-    "in_backward": ("", "an update inside the backward pass is not there yet: optimizer.state_dtype and offload make AdamW's memory small"),
-    "optimizer_in_backward": (
-        "",
-        "an update inside the backward pass is not there yet: optimizer.state_dtype and offload make AdamW's memory small",
-    ),
+    "optimizer_in_bwd": ("optimizer.in_backward", "of AdamW, in each stage"),
+    "optimizer_in_backward": ("optimizer.in_backward", "of AdamW, in each stage"),
     "adam_beta1": ("optimizer.betas", "both in a list"),
     "adam_beta2": ("optimizer.betas", "both in a list"),
     "adam_epsilon": ("optimizer.eps", ""),

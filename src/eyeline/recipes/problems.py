@@ -30,6 +30,7 @@ from eyeline.models.moe import Bias
 from eyeline.models.shape import savable, shape
 from eyeline.parallel.mesh import model_problems
 from eyeline.parallel.mesh import problems as mesh_problems
+from eyeline.train.in_backward import in_backward_problems
 from eyeline.train.loop import run_folder
 from eyeline.train.run import Adapted, Full, Run, Stage
 from eyeline.train.samples import sample_problems
@@ -130,6 +131,7 @@ def _settings_problems(run: Run, unreadable: list[str]) -> Iterator[str]:
     """All problems; `unreadable` are those of the sources."""
     yield from mesh_problems(run.mesh, None)
     yield from _dora_problems(run)
+    yield from in_backward_problems(run)
     yield from folder_problems(run_folder(run))
     yield from missing(run.report_to)
     yield from sample_problems(run)

@@ -35,6 +35,7 @@ from eyeline.train.compile import refuse_without_compiler
 from eyeline.train.display import display
 from eyeline.train.evidence import EVIDENCE, keep_evidence
 from eyeline.train.float8 import refuse_without_float8
+from eyeline.train.in_backward import refuse_spoiled_weights
 from eyeline.train.loss_scale import LossScale
 from eyeline.train.metrics import Clock, StepFigures, rank_line, with_starved
 from eyeline.train.optim import set_learning_rates
@@ -208,6 +209,7 @@ def train_stage(process: Process, checkpoint: store.Checkpoint | None) -> None:
     for step in timed_steps(running.steps_from(state, process.fetching), clock, running.own_time):
         set_learning_rates(running.optimizers, rates(stage), at := factor(stage.schedule, state.step, running.steps))
         report, seen = run_update(process, running, step, state)
+        refuse_spoiled_weights(stage, report.outcome != "not finite", state.global_step + 1, home.folder / EVIDENCE)
         state = next_state(state, step, report)
         stop.done = state.global_step
         ended = state.step == running.steps

@@ -8,7 +8,7 @@ what PyTorch keeps unused between allocations, comes on top.
 import math
 import weakref
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, assert_never
@@ -25,7 +25,7 @@ from eyeline.core.words import gib
 from eyeline.data.fetch.full_batch import full_batch
 from eyeline.models.layers import Recompute
 from eyeline.parallel.slices import slice_of
-from eyeline.train.optim import AdamW, AdamW8bit, Muon, Optimizer
+from eyeline.train.optim import AdamW, AdamW8bit, Muon, Optimizer, updates_in_backward
 from eyeline.train.small_adamw import bytes_in_8_bits
 
 aten = torch.ops.aten
@@ -57,18 +57,21 @@ def memory_of(plan: Plan[Any], optimizer: Optimizer, shards: int = 1, whole_grad
     """What a stage keeps of its model, on the rank that has most of it. A gradient has its weight's dtype, and so has each moment: two of
     AdamW, one of Muon; AdamW's may be bfloat16, in 8 bits, or on the host. `whole_gradients`: a rank keeps them unsharded until the
     step's last micro-batch."""
-    weights = gradients = moments = 0
+    weights = moments = 0
+    gradients = Counter[str]()
     for _, x, entry in plan.tensors():
         rows = entry.shape[0] if entry.shape else 1
         share = 1.0 if entry.exact or not rows else -(-rows // shards) / rows  # what is exact is whole on every rank
         size = round(x.numel() * share) * entry.stored.itemsize
         weights += size
         if entry.trains:
-            gradients += x.numel() * entry.stored.itemsize if whole_gradients else size
+            gradients[entry.unit] += x.numel() * entry.stored.itemsize if whole_gradients else size
             moments += _moments(tuple(x.shape), entry, optimizer, share)
+    # in the backward pass they are freed as they come: those of one block, or of what else is together, at most
+    at_once = max(gradients.values(), default=0) if updates_in_backward(optimizer) else gradients.total()
     if isinstance(optimizer, AdamW | AdamW8bit) and optimizer.offload:
-        return Memory(weights, gradients, 0, offloaded=moments)
-    return Memory(weights, gradients, moments)
+        return Memory(weights, at_once, 0, offloaded=moments)
+    return Memory(weights, at_once, moments)
 
 
 def _moments(shape: tuple[int, ...], entry: Entry, optimizer: Optimizer, share: float) -> int:

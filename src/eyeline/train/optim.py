@@ -30,11 +30,12 @@ class AdamW(Settings):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     state_dtype: Literal["fp32", "bf16"] = "fp32"  # of the two moments; to bf16 they are rounded stochastically
     offload: bool = False  # the moments are in the host's memory between steps
+    in_backward: bool = False  # each parameter is updated as soon as its gradient is there, which is then freed
 
     @property
     def small(self) -> bool:
-        """Return whether the moments take less of the device's memory than torch's AdamW takes."""
-        return self.offload or self.state_dtype == "bf16"
+        """Return whether moments or gradients take less of the device's memory than with torch's AdamW."""
+        return self.offload or self.in_backward or self.state_dtype == "bf16"
 
 
 class AdamW8bit(Settings):
@@ -45,6 +46,7 @@ class AdamW8bit(Settings):
     eps: PositiveFloat = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     offload: bool = False  # the moments are in the host's memory between steps
+    in_backward: bool = False  # each parameter is updated as soon as its gradient is there, which is then freed
 
 
 class Muon(Settings):
@@ -79,12 +81,12 @@ def make_optimizers(plan: Plan[Any], settings: Optimizer, seed: int = 0, mesh: "
     match settings:
         case AdamW(small=True):
             groups, dtype = _groups(trainable, settings.weight_decay, ratio=1.0), STATES[settings.state_dtype]
-            return [SmallAdamW(groups, settings.betas, settings.eps, dtype, settings.offload, seed)]
+            return [SmallAdamW(groups, settings.betas, settings.eps, dtype, settings.offload, seed, settings.in_backward)]
         case AdamW():
             return [_adamw(settings, _groups(trainable, settings.weight_decay, ratio=1.0))]
         case AdamW8bit():
             groups = _groups(trainable, settings.weight_decay, ratio=1.0)
-            return [SmallAdamW(groups, settings.betas, settings.eps, torch.uint8, settings.offload, seed)]
+            return [SmallAdamW(groups, settings.betas, settings.eps, torch.uint8, settings.offload, seed, settings.in_backward)]
         case Muon():
             matrices = [one for one in trainable if one[2].muon]
             rest = [one for one in trainable if not one[2].muon]
@@ -98,6 +100,11 @@ def make_optimizers(plan: Plan[Any], settings: Optimizer, seed: int = 0, mesh: "
             return optimizers
         case _:
             assert_never(settings)
+
+
+def updates_in_backward(settings: Optimizer) -> bool:
+    """Return whether parameters are updated as soon as their gradients are there."""
+    return not isinstance(settings, Muon) and settings.in_backward
 
 
 def set_learning_rates(optimizers: list[torch.optim.Optimizer], rates: Mapping[Part, float], factor: float) -> None:

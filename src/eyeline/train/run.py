@@ -431,6 +431,7 @@ MAY_CHANGE = (
     "stages.*.epochs",
     "stages.*.gradient_checkpointing",
     "stages.*.optimizer.offload",
+    "stages.*.optimizer.in_backward",
     *(f"stages.*.data.{name}" for name in ("workers", "read_ahead", "decode_timeout", "read_timeout", "read_retries")),
     "stages.*.data.cache",
     "stages.*.data.prepared",

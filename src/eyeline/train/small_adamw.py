@@ -37,10 +37,18 @@ class SmallAdamW(NotCompiled):
     """AdamW with moments of `dtype`, where uint8 stands for levels of 8 bits."""
 
     def __init__(
-        self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float, dtype: torch.dtype, offload: bool, seed: int
+        self,
+        groups: list[dict[str, Any]],
+        betas: tuple[float, float],
+        eps: float,
+        dtype: torch.dtype,
+        offload: bool,
+        seed: int,
+        in_backward: bool = False,
     ) -> None:
         super().__init__(groups, {"lr": 0.0})
         self.betas, self.eps, self.dtype, self.offload, self.seed = betas, eps, dtype, offload, seed
+        self.in_backward = in_backward  # parameters are updated as their gradients come: `train/in_backward.py`
 
     def sizes(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """The shapes and dtypes of what is kept of the moments of a parameter of some shape."""
@@ -67,9 +75,11 @@ class SmallAdamW(NotCompiled):
         for group in self.param_groups:
             for name, parameter in zip(group["names"], group["params"], strict=True):
                 if parameter.grad is not None:
-                    self._move(name, parameter, group)
+                    self.update(name, parameter, group)
 
-    def _move(self, name: str, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+    @torch.no_grad()
+    def update(self, name: str, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        """Update a parameter by its gradient."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros(())  # on the host

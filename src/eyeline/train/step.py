@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
@@ -17,8 +18,10 @@ from eyeline.models.decoder import Output
 from eyeline.models.moe import Aux, Balance, Bias, balance_loss, move_biases
 from eyeline.parallel.copies import on_device
 from eyeline.parallel.ranks import Ranks
+from eyeline.train.in_backward import updating
 from eyeline.train.loss_scale import LEAST, unscale
 from eyeline.train.slices import gradients_in_slices, outputs_in_slices
+from eyeline.train.small_adamw import SmallAdamW
 
 Outcome = Literal["applied", "not finite", "overflow", "no targets"]  # overflow: of gradients, by the loss scale of fp16
 
@@ -66,17 +69,21 @@ def update(
     `balance` says how the experts of MoE layers are balanced: what `set_balance` was given.
     `before_update` gets the loss, the norm, and what will become of the step, before anything is changed. `loss_scale` is what the loss is
     multiplied by for the backward passes, and gradients are divided by before they are looked at.
+    Optimizers with `in_backward` have updated each parameter when its gradient was there, whether all were finite or not.
     A parameter that no micro-batch of any rank used has no gradient and is left alone: neither moved nor decayed. Nothing here
     depends on what this rank holds, only on what all ranks do together (`data.slots`): so they run the same passes.
     """
     if data.counts.supervised == 0:
         return Report(None, None, "no targets", data.counts)
-    sums = add_gradients(model, data, ranks, balance, seed, step, loss_scale)
+    inside = [one for one in optimizers if isinstance(one, SmallAdamW) and one.in_backward]
+    with updating(inside) if inside else nullcontext(list[Tensor]()) as norms:
+        sums = add_gradients(model, data, ranks, balance, seed, step, loss_scale)
     parameters = [p for p in model.parameters() if p.grad is not None]
     ranks.sum_gradients(parameters)
     if loss_scale is not None:
         unscale(parameters, loss_scale)
-    norm = ranks.norm(parameters).to(sums.loss.device)  # of no gradients it is a zero on the host
+    # of no gradients it is a zero on the host
+    norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else ranks.norm(parameters).to(sums.loss.device)
     loss, added, divergence = ranks.sum(torch.stack([sums.loss, sums.added, sums.divergence]))
     tokens_NE = None if sums.tokens_NE is None else ranks.sum(sums.tokens_NE)
     figures = [loss - added - divergence, norm, (loss.isfinite() & norm.isfinite()).float(), divergence]

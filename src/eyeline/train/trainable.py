@@ -22,7 +22,7 @@ from eyeline.parallel.mesh import problems as mesh_problems
 from eyeline.parallel.mesh import schedule_problems
 from eyeline.parallel.slices import own_slices
 from eyeline.train.memory import Memory, activations_of, activations_of_slices, fewest_recomputed, memory_of
-from eyeline.train.optim import AdamW, AdamW8bit
+from eyeline.train.optim import AdamW, AdamW8bit, updates_in_backward
 from eyeline.train.run import COMPUTE, Adapted, Checkpointing, Full, Run, Stage
 from eyeline.train.slices import cuts_for
 
@@ -209,6 +209,11 @@ def rank_problems(run: Run, world_size: int) -> Iterator[str]:
             yield (
                 f"stages.{stage.name}.optimizer.offload keeps the moments of one device on the host, and there are {world_size} ranks, "
                 f"which share them out (mesh.dp_shard). Leave it out{less}"
+            )
+        if updates_in_backward(stage.optimizer):
+            yield (
+                f"stages.{stage.name}.optimizer.in_backward updates a weight as soon as its gradient is there, and {world_size} ranks sum "
+                "theirs after the backward pass. Leave it out; mesh.dp_shard leaves each rank a share of gradients and moments"
             )
         for part, lora in adapters_of(stage).items():
             if lora.quantize != "none":
