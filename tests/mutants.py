@@ -1702,6 +1702,12 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
     ],
     "cluster": [
         (
+            "parallel/ranks.py",
+            "        for alike in _alike(parameters):\n            torch",
+            "        for alike in _alike(parameters) if torch.distributed.get_rank() == 0 else ():\n            torch",
+            "parallel/test_sharded_update.py::test_two_ranks_update_as_one[replicate-llava]",
+        ),
+        (
             "train/stragglers.py",
             "speeds[rank] < SLOW * speed:",
             "speeds[rank] < 0:",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from eyeline.checkpoint import store
-from eyeline.core.errors import OutOfMemory
+from eyeline.core.errors import OutOfMemory, StorageFailed
 from eyeline.data import reader
 from eyeline.parallel import watch
 from eyeline.study.replay import replay
@@ -109,6 +109,59 @@ def test_a_rank_killed_while_saving_leaves_the_old_checkpoint_or_the_new(
     train(run, 2)
     assert_same_end(run, wanted)
     assert not [path for path in (Path(str(run.out)) / "checkpoints").iterdir() if path.name.startswith(".")]
+
+
+def test_what_a_thread_of_one_rank_cannot_write_ends_all_alike(whole: tuple[Path, Any], capfd: pytest.CaptureFixture[str]) -> None:
+    """With the checkpoint before it as it was. The same command resumes to the same end."""
+    folder, wanted = whole
+    run = cut_run(folder, "full disk", "async_save=true")
+
+    def before(rank: int) -> None:
+        write, calls = store.write, [0]
+
+        def failing(*args: Any, **how: Any) -> Any:
+            calls[0] += 1
+            if (calls[0], rank) == (2, 1):
+                raise StorageFailed("a test has no room for this")
+            return write(*args, **how)
+
+        store.write = failing
+
+    assert ranks.wait(start(run, 2, before)) == [StorageFailed.code] * 2
+    assert capfd.readouterr().err.count("a test has no room for this") == 1
+    found = store.newest(Path(str(run.out)) / "checkpoints")
+    assert found is not None and found.step == 2
+    train(run, 2)
+    assert_same_end(run, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("runs", "steps"), [(0, [2, 4, 5]), (1, [4, 5])])
+def test_checkpoints_are_due_by_the_first_rank_s_clock(runs: int, steps: list[int], tmp_path: Path) -> None:
+    """The clock of one rank is ten minutes ahead after each step, and the other's is right."""
+    run = run_of(
+        tmp_path,
+        "run",
+        "stages.whole.steps=4",
+        "stages.adapt.steps=1",
+        "save_steps=null",
+        "save_minutes=15",
+        "save_total_limit=9",
+        "validation_steps=null",
+    )
+
+    def before(rank: int) -> None:
+        update, clock, done = loop.update, loop.Clock, [0]
+
+        def counted(*args: Any, **how: Any) -> Any:
+            done[0] += 1
+            return update(*args, **how)
+
+        loop.update = counted
+        loop.Clock = lambda *_: clock(lambda: time.monotonic() + 600 * done[0] * (rank == runs), None)
+
+    train(run, 2, before)
+    assert sorted(store.verify(path).step for path in (Path(str(run.out)) / "checkpoints").iterdir()) == steps
 
 
 def test_an_error_on_one_rank_is_said_by_it_and_ends_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
