@@ -148,7 +148,9 @@ def test_planted_overflow_skips_one_step_and_a_resume_is_bit_for_bit(tmp_path: P
     assert end_of(cut) == end_of(whole)
 
 
-def test_a_run_is_near_float32_with_checkpointing_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_near_float32_with_checkpointing_and_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(loop, "LossScale", lambda factor=64.0, good_steps=0: LossScale(factor, good_steps))
     runs = [
         half_run(tmp_path, f"out={tmp_path / name}", "validation_steps=null", "stages.0.steps=2", "stages.1.steps=1", *more)
@@ -161,6 +163,7 @@ def test_a_run_is_near_float32_with_checkpointing_and_without(tmp_path: Path, mo
     for run in runs:
         loop.train(run)
     half, again, exact = (losses(run) for run in runs)
+    assert capsys.readouterr().out.count("fp16: the loss scale starts at 65,536 and adapts") == 2
     assert half == again and half != exact
     assert half == pytest.approx(exact, abs=0.05)
     newest = store.newest(tmp_path / "half" / "checkpoints")

@@ -10,6 +10,7 @@ from eyeline.models.kernel_paths import KernelPaths, choose
 from eyeline.models.shape import shape
 from eyeline.parallel.launch import machine
 from eyeline.train.float8 import float8_lines, float8_problem
+from eyeline.train.loss_scale import scaling_line
 from eyeline.train.run import COMPUTE, Run
 from eyeline.train.trainable import plan_of
 
@@ -47,4 +48,5 @@ def device_report(run: Run, bundle: Bundle | None, world: World = ALONE) -> Devi
         )
     capability = f", compute capability {here.capability[0]}.{here.capability[1]}" if here.capability else ""
     line = f"device: {here.device.type} ({here.name}{capability}), {run.precision}"
+    lines += [scaling] if (scaling := scaling_line(run.precision)) else []
     return DeviceReport((line, *lines, *paths.lines), paths.warnings, tuple(problem for problem in problems if problem))

@@ -39,7 +39,7 @@ def bench(run: Path | None) -> None:
     here = machine()
     reached = throughput(run) if run is not None else None
     say(f"{here.name}, threads: {here.threads}" if here.device.type == "cpu" else here.name)
-    names = dict.fromkeys([*ALWAYS, *([] if reached is None else [reached.precision])])
+    names = [*ALWAYS, *([] if reached is None or reached.precision in ALWAYS else [reached.precision])]
     peaks = {name: matmul_rate(here.device, COMPUTE[name], SIDES[here.device.type], ROUNDS, ROUND_S) for name in names}
     for name, rate in peaks.items():
         say(f"matrix products in {name}: {rate / 1e12:,.2f} TFLOP/s{_of_published(here, name, rate)}")

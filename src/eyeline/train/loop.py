@@ -36,7 +36,7 @@ from eyeline.train.display import display
 from eyeline.train.evidence import EVIDENCE, keep_evidence
 from eyeline.train.float8 import refuse_without_float8
 from eyeline.train.in_backward import refuse_spoiled_weights
-from eyeline.train.loss_scale import LossScale
+from eyeline.train.loss_scale import LossScale, scaling_line
 from eyeline.train.metrics import Clock, StepFigures, rank_line, with_starved
 from eyeline.train.optim import set_learning_rates
 from eyeline.train.run import Run, Stage, to_yaml
@@ -184,6 +184,8 @@ def first_lines(run: Run, home: Home, here: Machine, ranks: int, checkpoint: sto
     yield from (f"changed since: {line}" for line in changed)
     if home.encoder.template.notice:
         yield home.encoder.template.notice
+    if line := scaling_line(run.precision):
+        yield line
     yield f"checkpoints: {saves(run)}"
 
 

@@ -16,6 +16,13 @@ from eyeline.core.shards import is_sharded
 FIRST, LEAST, GROWTH_STEPS = 65536.0, 1.0, 2000
 
 
+def scaling_line(precision: str) -> str | None:
+    """What a user of fp16 is told before it starts."""
+    if precision != "fp16":
+        return None
+    return f"fp16: the loss scale starts at {FIRST:,.0f} and adapts; a step whose gradients overflow is skipped, as a few first ones may be"
+
+
 class LossScale(NamedTuple):
     """The factor of the next step. Two plain numbers: they are in a checkpoint's state."""
 
