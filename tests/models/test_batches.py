@@ -17,7 +17,7 @@ from eyeline.models.layers import EVERY_BLOCK, NEVER, Recompute
 from eyeline.models.moe import routers
 from eyeline.models.shape import build
 from tests.models import parity
-from tests.models.cases import each_case, each_case_with_images
+from tests.models.cases import each_case, each_case_with_images, each_typical_case
 from tests.models.parity import Case, close, run, same
 
 
@@ -124,7 +124,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@each_case
+@each_typical_case
 def test_some_blocks_or_cheap_activations_recomputed_change_nothing(case: Case):
     """With `selective` no product runs twice; with every other block, fewer do than with all."""
     counts, outcomes = {}, []
@@ -155,7 +155,7 @@ def test_a_copy_on_the_host_is_what_autograd_keeps() -> None:
     assert torch.equal(x.grad, torch.zeros(3, 4)), "the weight stays where it is"
 
 
-@each_case
+@each_typical_case
 def test_recomputing_changes_nothing(case: Case):
     model, blocked = parity.randomised(case), case.plan.blocks
     kept = run(model, case.documents)
@@ -174,7 +174,7 @@ def test_recomputing_changes_nothing(case: Case):
         assert all(torch.equal(kept[1][n], recomputed[1][n]) for n in kept[1])
 
 
-@each_case
+@each_typical_case
 def test_recomputing_above_a_frozen_input_keeps_gradients(case: Case):
     """Everything frozen but one weight in the middle of a recomputed stack (F5)."""
     model = parity.randomised(case)
@@ -206,7 +206,7 @@ def test_unused_modules_are_those_without_a_gradient(case: Case):
     assert unused == {n for n, _ in model.named_parameters()} - gradients.keys()
 
 
-@each_case
+@each_typical_case
 def test_bfloat16_over_float32_masters_stays_near(case: Case):
     """One rounding has eight bits: a few of them a layer give per cents of the largest logit, not tens of per cents.
 

@@ -35,8 +35,8 @@ def chosen(run: Run, device: int | None = None, folder: Path = Path("nowhere")) 
 
 def test_largest_packs_that_fit_are_taken(tmp_path: Path) -> None:
     """With a byte less than a size needs, the next smaller one; the bytes are those of the memory table."""
-    run = chosen(auto_run(tmp_path, 100)).run
-    (choice,) = chosen(auto_run(tmp_path, 100)).choices
+    large = chosen(auto_run(tmp_path, 100))
+    run, (choice,) = large.run, large.choices
     taken = run.stages[0].batch.budget
     assert taken == choice.taken.budget
     bundle = description(run)
