@@ -10,7 +10,7 @@ import eyeline.train.loop as loop
 from eyeline.core.errors import Refused
 from eyeline.core.files import read_lines
 from eyeline.data.fetch.full_batch import full_batch
-from eyeline.models import Config
+from eyeline.models import CONFIG, Config
 from eyeline.models.float8 import float8_layers
 from eyeline.models.layers import Linear
 from eyeline.models.shape import shape
@@ -63,6 +63,17 @@ def test_every_layer_computes_as_it_is_listed() -> None:
         assert all(layer.in_features % 16 == layer.out_features % 16 == 0 for layer in found.layers)
         if any(".experts." in name for name in plan.table):
             assert "experts (a grouped product)" in found.others
+
+
+def test_rates_of_the_recurrent_state_stay_whatever_their_sizes() -> None:
+    delta = {"key_heads": 16, "value_heads": 16, "key_dim": 16, "value_dim": 16}
+    sizes = {"vocab_size": 300, "hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate_size": 48}
+    hybrid = {"family": "qwen3_5", **sizes, "layer_types": ["linear_attention"], "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+    language = {**hybrid, "delta": delta, "tie_embeddings": True}
+    plan = shape(CONFIG.validate_python({"family": "text", "language": language}), trains={})
+    found = float8_layers(plan.model, plan.blocks["language"])
+    assert {"delta_q_proj", "delta_z_proj", "delta_o_proj", "down_proj"} <= set(found.names)
+    assert found.others == ("delta_a_proj (rates of the recurrent state)", "delta_b_proj (rates of the recurrent state)")
 
 
 def test_sizes_that_are_no_multiples_are_named(tmp_path: Path) -> None:
