@@ -1029,6 +1029,18 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "models/test_lora_experts.py::test_grouped_product_is_each_experts_own",
         ),
         (
+            "bundle/fill.py",
+            "if same and update is None else",
+            "if False else",
+            "train/test_qlora.py::test_scales_in_8_bits_resume_as_they_are_and_export",
+        ),
+        (
+            "kernels/nf4.py",
+            " + floats[0]).view(rows",
+            ").view(rows",
+            "kernels/test_nf4.py::test_doubled_scales_are_near_and_a_byte_each",
+        ),
+        (
             "kernels/nf4.py",
             "(levels[1:] + levels[:-1]) / 2",
             "levels[1:]",

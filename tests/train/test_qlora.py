@@ -11,7 +11,7 @@ from eyeline.bundle.exporting import weights
 from eyeline.bundle.fill import load
 from eyeline.checkpoint import store
 from eyeline.core.errors import Refused, Stopped
-from eyeline.kernels.nf4 import dequantised, quantised
+from eyeline.kernels.nf4 import bytes_of_scales, dequantised, doubled, quantised
 from eyeline.models.shape import shape
 from eyeline.recipes.problems import settings_problems
 from eyeline.train.memory import memory_of
@@ -82,6 +82,30 @@ def test_stopped_run_resumes_to_the_same_bits(trained: Path, monkeypatch: pytest
             loop.train(cut)
     loop.train(cut)
     assert end_of(cut) == end_of(qlora(trained))
+
+
+def test_scales_in_8_bits_resume_as_they_are_and_export(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantised again they would be others: a resumed run copies them."""
+    more = (NF4.replace("quantize: nf4", "quantize: nf4_double"), f"out={trained / 'double'}")
+    run = tiny_run(trained, *WIDE, *more)
+    with monkeypatch.context() as patch:
+        stopped_at(patch, {4})
+        with pytest.raises(Stopped):
+            loop.train(run)
+    before = tensors(trained / "double", 4)
+    loop.train(run)
+    after, plain = tensors(trained / "double", 5), tensors(trained / "run", 5)
+    assert before[f"{Q}.largest"].dtype == torch.uint8
+    assert len(before[f"{Q}.largest"]) == bytes_of_scales(64)
+    assert torch.equal(after[f"{Q}.largest"], before[f"{Q}.largest"])
+    assert torch.equal(after[f"{Q}.weight"], plain[f"{Q}.weight"])
+    assert torch.equal(after[f"{Q}.largest"], doubled(plain[f"{Q}.largest"]))
+    merged = load(open_bundle(trained / "double"), "cpu").model
+    want = dequantised(after[f"{Q}.weight"], after[f"{Q}.largest"]) + 2 * after[f"{Q}.lora_B"] @ after[f"{Q}.lora_A"]
+    assert torch.equal(merged.get_parameter(f"{Q}.weight"), want)
+    assert run.model.config is not None
+    double, single = (memory_of(plan_of(one, 1, run.model.config), run.stages[1].optimizer).weights for one in (run, qlora(trained)))
+    assert double < single
 
 
 def test_stage_after_it_starts_from_the_merged_weights(trained: Path) -> None:

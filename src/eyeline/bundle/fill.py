@@ -21,7 +21,7 @@ from eyeline.core.errors import Refused
 from eyeline.core.plan import PARTS, Entry, NewRows, Part, Plan, complete, part_of, tensor_of
 from eyeline.core.randomness import torch_rng_for
 from eyeline.core.shards import Box, held, put, whole
-from eyeline.kernels.nf4 import dequantised, quantised
+from eyeline.kernels.nf4 import dequantised, doubled, quantised
 from eyeline.models import Config, Model
 from eyeline.models.lora import LoRA, Update, adapters, merge, updates_of
 from eyeline.models.shape import shape
@@ -184,8 +184,17 @@ def _put(plan: Plan[Model], name: str, value: Tensor) -> set[str]:
         put(x, value)
         return {name}
     largest = f"{name.removesuffix('weight')}largest"
-    for target, stored in zip((x, tensor_of(plan.model, largest)), quantised(value.to(x.device)), strict=True):
-        put(target, stored)
+    packed_OH, largest_OB = quantised(value.to(x.device))
+    put(x, packed_OH)
+    put(scales := tensor_of(plan.model, largest), doubled(largest_OB) if scales.dtype == torch.uint8 else largest_OB)
+    return {name, largest}
+
+
+def _put_packed(plan: Plan[Model], stored: Stored, name: str) -> set[str]:
+    """Fill a weight in NF4 from one that is stored alike, as it is: its magnitudes in 8 bits would round again."""
+    largest = f"{name.removesuffix('weight')}largest"
+    for one in (name, largest):
+        put(tensor_of(plan.model, one), stored.read(one))
     return {name, largest}
 
 
@@ -224,7 +233,9 @@ def _from_checkpoint(plan: Plan[Model], source: Weights, parts: Collection[Part]
                 continue
             update = None if keep_adapters else updates.get(name)
             if "nf4" in (entry.storage, like.table[name].storage):
-                done |= _put(plan, name, _dense(stored, name, like, update))
+                largest = f"{name.removesuffix('weight')}largest"
+                same = entry.storage == like.table[name].storage and plan.table[largest].stored == like.table[largest].stored
+                done |= _put_packed(plan, stored, name) if same and update is None else _put(plan, name, _dense(stored, name, like, update))
                 continue
             if entry.storage == "scale":
                 continue  # filled with its weight

@@ -61,6 +61,8 @@ ALIASES: dict[str, tuple[str, str]] = {
     "use_dora": ("dora", ""),
     "load_in_4bit": ("quantize", "quantize: nf4"),
     "quantization_bit": ("quantize", "quantize: nf4"),
+    "bnb_4bit_use_double_quant": ("quantize", "quantize: nf4_double"),
+    "double_quantization": ("quantize", "quantize: nf4_double"),
     "additional_target": ("modules_to_save", ""),
     "adapter_name_or_path": ("model.adapter", "the folder of an adapter of peft's"),
     "freeze_trainable_layers": ("freeze_layers", "it counts the blocks that are frozen, from the first on"),

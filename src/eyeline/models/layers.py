@@ -21,7 +21,7 @@ from eyeline.kernels.float8 import Scaling, float8_linear
 from eyeline.kernels.gpu import on_gpu
 from eyeline.kernels.kept import keeping_products, on_host
 from eyeline.kernels.linears import Layer, linears
-from eyeline.kernels.nf4 import BLOCK, dequantised, nf4_linear
+from eyeline.kernels.nf4 import BLOCK, bytes_of_scales, dequantised, nf4_linear
 from eyeline.kernels.norms import layer_norm, rms_norm
 from eyeline.kernels.swiglu import swiglu
 from eyeline.models.flops import Rows, Tally, any_trainable
@@ -72,12 +72,14 @@ class Linear(Unfilled, nn.Linear):
         largest = Traits(exact=True, decays=False, storage="scale")
         return {"weight": weight, "bias": Traits(self.split, decays=False), "largest": largest}
 
-    def pack(self) -> None:
-        """Store the weight in NF4: not yet filled."""
+    def pack(self, double: bool) -> None:
+        """Store the weight in NF4, and the largest magnitudes of its blocks in 8 bits if `double`: not yet filled."""
         rows, device = self.out_features, self.weight.device
         packed = torch.empty(rows, self.in_features // 2, dtype=torch.uint8, device=device)
         self.weight = nn.Parameter(packed, requires_grad=False)
-        self.largest = nn.Parameter(torch.empty(rows, self.in_features // BLOCK, device=device), requires_grad=False)
+        blocks = self.in_features // BLOCK
+        doubled = torch.empty(bytes_of_scales(rows * blocks), dtype=torch.uint8, device=device)
+        self.largest = nn.Parameter(doubled if double else torch.empty(rows, blocks, device=device), requires_grad=False)
 
     def dense(self) -> Tensor:
         """The weight as numbers."""

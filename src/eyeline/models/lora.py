@@ -38,7 +38,8 @@ class LoRA(Settings):
     rslora: bool = False  # the update is scaled by alpha / √rank instead
     dora: bool = False  # the length of each row of the updated weight is trained apart
     freeze_layers: NotNegative = 0  # the first blocks of the part, which get no adapters
-    quantize: Literal["none", "nf4"] = "none"  # nf4: linear layers of the part's blocks are stored in 4 bits (QLoRA, Dettmers et al. 2023)
+    # nf4: linear layers of the part's blocks are stored in 4 bits (QLoRA, Dettmers et al. 2023); nf4_double: and their scales in 8
+    quantize: Literal["none", "nf4", "nf4_double"] = "none"
 
     @model_validator(mode="after")
     def _goes_with_nf4(self) -> "LoRA":
@@ -282,9 +283,9 @@ def wrap(model: nn.Module, spec: Spec, part: Part, lora: LoRA) -> list[str]:
         else:
             assert isinstance(layer, Linear), f"{name} is a linear layer"
             model.set_submodule(name, LoRALinear(layer, lora, name))
-    if lora.quantize == "nf4":
+    if lora.quantize != "none":
         for layer in quantizable(model, part):
-            layer.pack()
+            layer.pack(double=lora.quantize == "nf4_double")
     return wrapped
 
 

@@ -94,7 +94,7 @@ def shape(
             role=traits.role,
             shape=tuple(tensor.shape),
             trains=in_training,
-            stored=torch.uint8 if traits.storage == "nf4" else compute_dtype if narrowed else dtype,
+            stored=torch.uint8 if tensor.dtype == torch.uint8 else compute_dtype if narrowed else dtype,
             compute=torch.float32 if traits.exact else compute_dtype,
             exact=traits.exact,
             split=traits.split,

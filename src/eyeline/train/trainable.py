@@ -246,7 +246,7 @@ def _row(plan: Plan[Model], stage: Stage, part: Part) -> Row:
         case Adapted():
             targets = trained.targets if isinstance(trained.targets, str) else " ".join(trained.targets)
             kind = f"{'rs' if trained.rslora else ''}{'DoRA' if trained.dora else 'LoRA'}"
-            kind += f" on weights in {trained.quantize.upper()}," if trained.quantize != "none" else ""
+            kind += {"none": "", "nf4": " on weights in NF4,", "nf4_double": " on weights in NF4 with scales in 8 bits,"}[trained.quantize]
             how = f"{kind} r {trained.rank}, α {trained.alpha:g} on {targets}"
             how += f" from block {trained.freeze_layers}" if trained.freeze_layers else ""
             how += "".join(f", {name} in full" for name in trained.modules_to_save)
