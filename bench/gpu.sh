@@ -4,6 +4,7 @@
 #
 #   bench/gpu.sh                    every part, in this order
 #   bench/gpu.sh correct parallel   these alone
+#   bench/gpu.sh graphs             a part that is not among them: steps of 1,024 tokens with CUDA graphs and without, up to 120 s
 #
 #   correct    `make test-gpu`: kernels, families, recipes, resume on this GPU against the CPU          up to 170 s
 #   parallel   what several ranks need of one GPU: NCCL, empty ranks, a rank of eight with fake peers    up to 60 s
@@ -63,12 +64,17 @@ steps() {
   modelled lora qwen3-vl-lora
   modelled full qwen3-vl-full
 }
+graphs() {
+  local sizes=(--size "$SIZE" --tokens 1024 --packs 1)
+  step small qwen3-vl-lora
+  step small-graphed qwen3-vl-lora cuda_graph=true
+}
 
 for name in "${@:-correct parallel machine steps}"; do
   for one in $name; do
     case $one in
-    correct | parallel | machine | steps) "$one" ;;
-    *) echo "no part $one: correct, parallel, machine, steps" >&2 && exit 2 ;;
+    correct | parallel | machine | steps | graphs) "$one" ;;
+    *) echo "no part $one: correct, parallel, machine, steps, graphs" >&2 && exit 2 ;;
     esac
   done
 done

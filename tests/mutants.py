@@ -2056,6 +2056,50 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         ("models/flops.py", '    "H100 PCIe": 7.56e14,\n', "", "train/test_flops.py::test_peak_of_each_product_is_its_own"),
     ],
+    "CUDA graphs": [
+        (
+            "train/fixed_batch.py",
+            "_padded(batch.labels_L, to.tokens, IGNORE)",
+            "_padded(batch.labels_L, to.tokens)",
+            "train/test_cuda_graph.py::test_padded_batch_has_the_same_loss_and_gradients[text]",
+        ),
+        (
+            "train/fixed_batch.py",
+            "at_end = to.tokens - PADDING + torch.arange(to.visual) % PADDING",
+            "at_end = torch.arange(to.visual) % PADDING",
+            "train/test_cuda_graph.py::test_padded_batch_has_the_same_loss_and_gradients[llava]",
+        ),
+        (
+            "train/fixed_batch.py",
+            "        longest=to.tokens,\n        rows_L=torch.cat",
+            "        rows_L=torch.cat",
+            "train/test_cuda_graph.py::test_every_array_has_its_capacity[text]",
+        ),
+        (
+            "train/cuda_graph.py",
+            "            optimizer.found_inf = self._found_inf",
+            "            optimizer.found = self._found_inf",
+            "train/test_cuda_graph.py::test_capturing_and_a_bad_step_change_nothing",
+        ),
+        (
+            "train/cuda_graph.py",
+            "        p.grad = None\n    yield",
+            "        pass\n    yield",
+            "train/test_cuda_graph.py::test_text_alone_leaves_the_tower_and_its_state_as_they_are",
+        ),
+        (
+            "train/optim.py",
+            '                group["lr"].fill_(rate)',
+            '                group["lr"] = torch.tensor(rate)',
+            "train/test_cuda_graph.py::test_updates_have_the_weights_of_eager_ones[text]",
+        ),
+        (
+            "train/cuda_graph.py",
+            "        before_update(loss, norm, outcome)\n        self._applies[images]()",
+            "        self._applies[images]()\n        before_update(loss, norm, outcome)",
+            "train/test_cuda_graph.py::test_capturing_and_a_bad_step_change_nothing",
+        ),
+    ],
     "compiled blocks": [
         (
             "models/compiled.py",
@@ -2139,7 +2183,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "parallel/copies.py",
-            "first = [replace(batch, ahead=_copied(batch, device, copying, computing)) for batch in pinned[:1]]",
+            "first = [replace(batch, ahead=_copied(batch, device, copying, computing)) for batch in pinned[:count]]",
             "first = pinned[:1]",
             "parallel/test_copies.py::test_next_step_is_pinned_whole_and_its_first_batch_copied_ahead",
         ),

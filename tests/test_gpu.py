@@ -1,16 +1,19 @@
 """What only a GPU can show: `make test-gpu` runs these where there is one, and leaves a record in bench/results/gpu.json."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from eyeline.checkpoint import store
-from eyeline.core.batch import Budget, Document, Grid, Image
+from eyeline.core.batch import Batch, Budget, Document, Grid, Image
 from eyeline.core.files import read_lines, write_json
 from eyeline.core.plan import PARTS, materialise
+from eyeline.core.step import step_alone
 from eyeline.data.fetch.batches import batch_of
 from eyeline.data.fetch.full_batch import full_batch
 from eyeline.kernels import fla, float32
@@ -26,11 +29,18 @@ from eyeline.models import CONFIG
 from eyeline.models.compiled import compile_blocks
 from eyeline.models.kernel_paths import choose
 from eyeline.models.layers import EVERY_BLOCK
+from eyeline.models.lora import LoRA
 from eyeline.models.shape import shape
 from eyeline.parallel.copies import on_device
 from eyeline.parallel.launch import machine
+from eyeline.parallel.ranks import ONE_DEVICE
 from eyeline.train import loop
+from eyeline.train.compile import made_up_batches
+from eyeline.train.cuda_graph import GraphedUpdate, captures
 from eyeline.train.environment import environment
+from eyeline.train.fixed_batch import capacities_of
+from eyeline.train.optim import AdamW, make_optimizers, set_learning_rates
+from eyeline.train.step import update
 from tests.bundle.tiny import save_language, save_vision
 from tests.command import Command
 from tests.kernels.passes import PASSES, given, results
@@ -257,6 +267,80 @@ def test_compiled_blocks_on_this_gpu(name: str) -> None:
     assert results[0].keys() == results[1].keys()
     for n, want in results[0].items():
         assert (results[1][n] - want).norm() <= 0.05 * want.norm() + 1e-3, n
+
+
+VL = {
+    "family": "qwen3_vl",
+    "vision": {"hidden_size": 64, "layers": 2, "heads": 4, "intermediate_size": 128, "deepstack_layers": [0]},
+    "language": QWEN3 | {"mrope_section": [3, 3, 2]},
+}
+GRAPHED = {"text": {"family": "text", "language": QWEN3}, "llava": LLAVA, "qwen3_vl": VL}
+ADAPTED: dict[str, Any] = {
+    "trains": {"language": "adapters", "projector": "full"},
+    "adapters": {"language": LoRA(rank=4, alpha=8, dropout=0.25, targets="all-linear")},
+}
+
+
+def noisy(batch: Batch) -> Batch:
+    """The same with random tokens, labels and pixels."""
+    rng = torch.Generator().manual_seed(0)
+    assert batch.labels_L is not None
+    ids = {name: torch.randint(512, getattr(batch, name).shape, generator=rng) for name in ("tokens_T", "labels_L")}
+    return replace(batch, patches_PC=torch.randint(256, batch.patches_PC.shape, generator=rng, dtype=torch.uint8), **ids)
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), [("text", "full"), ("llava", "full"), ("llava", "lora"), ("qwen3_vl", "full"), ("qwen3_vl", "lora")]
+)
+def test_replayed_steps_on_this_gpu(name: str, how: str) -> None:
+    """Loss and every gradient of three steps in bf16 near those of eager ones, and the weights after them: with images, of text alone, and
+    both; and a step that is not finite changes nothing."""
+    budget, device = Budget(2048, 2048), torch.device(DEVICE, torch.cuda.current_device())
+    results: list[tuple[list[Any], dict[str, torch.Tensor]]] = []
+    for graphed in (False, True):
+        plan = shape(CONFIG.validate_python(GRAPHED[name]), compute_dtype=torch.bfloat16, **(ADAPTED if how == "lora" else {}))
+        plan.model.recompute({"language": EVERY_BLOCK})
+        materialise(plan, DEVICE)
+        parity.randomise(plan.model)
+        here = machine(DEVICE)
+        choose(plan.model, here.device, here.capability, torch.bfloat16, trains=True)
+        plan.model.train()
+        optimizers = make_optimizers(plan, AdamW(weight_decay=0.1))
+        batches = [noisy(batch) for batch in made_up_batches(plan, budget)]
+        graphs = (
+            GraphedUpdate(plan.model, optimizers, capacities_of(plan.spec.image, budget), batches, 1.0, captures(device))
+            if graphed
+            else None
+        )
+        set_learning_rates(optimizers, {"vision": 1e-3, "projector": 1e-3, "language": 1e-3}, 1.0)
+        seen: list[Any] = []
+
+        def keep(loss: float, norm: float, outcome: str, plan: Any = plan, seen: list[Any] = seen) -> None:
+            assert outcome == "applied"
+            gradients = {n: p.grad.float().clone() for n, p in plan.model.named_parameters() if p.grad is not None and p.grad.any()}
+            seen.append((loss, norm, gradients))
+
+        for n, step in enumerate((step_alone(batches[:1]), step_alone(batches[-1:]), step_alone(batches))):
+            if graphs is not None:
+                graphs.update(step, 5, n, keep)
+            else:
+                update(plan.model, optimizers, step, ONE_DEVICE, max_grad_norm=1.0, balance=None, seed=5, step=n, before_update=keep)
+        after = {n: p.detach().clone() for n, p in plan.model.named_parameters()}
+        results.append((seen, after))
+        if graphs is not None:
+            with torch.no_grad():
+                plan.model.get_parameter("language.norm.weight")[0] = float("nan")
+            assert graphs.update(step_alone(batches), 5, 3).outcome == "not finite"
+            assert all(torch.equal(p, after[n]) for n, p in plan.model.named_parameters() if n != "language.norm.weight")
+            assert graphs.without_graph == 0
+    (want, eager), (got, replayed) = results
+    for (loss, norm, gradients), (loss_, norm_, gradients_) in zip(want, got, strict=True):
+        assert (loss_, norm_) == (pytest.approx(loss, rel=2e-2), pytest.approx(norm, rel=5e-2))
+        assert gradients_.keys() == gradients.keys()
+        for n, x in gradients.items():
+            assert (gradients_[n] - x).norm() <= 0.05 * x.norm() + 1e-3 * norm, n
+    for n, x in eager.items():
+        assert (replayed[n] - x).float().norm() <= 0.02 * x.float().norm() + 1e-3, n
 
 
 def test_memory_in_reserve_does_not_grow(eyeline: Command, tmp_path: Path) -> None:

@@ -683,6 +683,7 @@ CASES: dict[str, Case] = {
     "float8": turned("float8=rowwise", base=("precision=bf16",)),
     "device": turned("device=cuda", see=device),
     "compile": turned("compile=blocks", see=graphs),
+    "cuda_graph": turned("cuda_graph=true", see=refusal),
     "deterministic": turned("deterministic=true", see=deterministic),
     "threads": turned("threads=2", see=stamps),
     "mesh.dp_replicate": turned("mesh.dp_replicate=3", see=mesh),

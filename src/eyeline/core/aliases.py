@@ -145,7 +145,7 @@ ALIASES: dict[str, tuple[str, str]] = {
     "mixed_precision": ("precision", ""),
     "dtype": ("precision", ""),
     "torch_compile": ("compile", "compile: blocks"),
-    "cuda_graph": ("", "CUDA graphs are not there yet, since batches differ in shape; compile: blocks saves most launches"),
+    "cuda_graphs": ("cuda_graph", "cuda_graph: true"),
     "dataloader_pin_memory": ("", "on a GPU batches are always pinned, and copied while the one before computes"),
     "dataloader_prefetch_factor": ("data.read_ahead", "in bytes; the next step is always fetched while one computes"),
     "validate_every": ("validation_steps", ""),

@@ -101,15 +101,18 @@ def compiler_problem(device: torch.device) -> str | None:
     )
 
 
-def attention_problem(model: nn.Module, capability: Capability | None, dtype: torch.dtype) -> str | None:
-    """The reason why the attention of a model cannot be part of a graph on this GPU, and what to do; None where it can be."""
+def attention_problem(
+    model: nn.Module, capability: Capability | None, dtype: torch.dtype, setting: str = "compile: blocks", off: str = "compile: none"
+) -> str | None:
+    """The reason why the attention of a model cannot be part of a graph on this GPU, and what to do; None where it can be. `setting` asks
+    for graphs, and `off` for none."""
     if capability is None:
         return None
     for part, head_dim in attending(model):
         obstacle = flash_obstacle(dtype, head_dim, capability)
         if obstacle is not None:
             return (
-                f"compile: blocks, and the attention of {part} cannot be part of a graph here, because {obstacle}: it would read document "
-                "bounds on the host. Set compile: none" + (", or precision: bf16" if dtype == torch.float32 else "")
+                f"{setting}, and the attention of {part} cannot be part of a graph here, because {obstacle}: it would read document "
+                f"bounds on the host. Set {off}" + (", or precision: bf16" if dtype == torch.float32 else "")
             )
     return None

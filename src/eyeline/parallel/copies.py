@@ -28,9 +28,9 @@ def on_device(batches: Iterable[Batch], device: torch.device) -> Iterator[tuple[
             yield now
 
 
-def copies_ahead(device: torch.device) -> Ready | None:
-    """What a thread does with the batches of the next step while this one computes: pin them all, and copy the first to the device, on the
-    stream of the other copies. None on a CPU. Asked by the thread that computes."""
+def copies_ahead(device: torch.device, count: int = 1) -> Ready | None:
+    """What a thread does with the batches of the next step while this one computes: pin them all, and copy the first `count` to the device,
+    on the stream of the other copies. None on a CPU. Asked by the thread that computes."""
     if device.type != "cuda":
         return None
     copying, computing = _copy_stream(device), torch.cuda.current_stream(device)
@@ -38,8 +38,8 @@ def copies_ahead(device: torch.device) -> Ready | None:
     def ready(batches: Sequence[Batch]) -> tuple[Batch, ...]:
         with torch.cuda.device(device):  # the current device is a thread's own
             pinned = [_pinned(batch) for batch in batches]
-            first = [replace(batch, ahead=_copied(batch, device, copying, computing)) for batch in pinned[:1]]
-        return (*first, *pinned[1:])
+            first = [replace(batch, ahead=_copied(batch, device, copying, computing)) for batch in pinned[:count]]
+        return (*first, *pinned[count:])
 
     return ready
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from eyeline.bundle.bundle import Bundle
 from eyeline.core.errors import Refused
 from eyeline.core.world import ALONE, World
@@ -10,6 +12,7 @@ from eyeline.models.kernel_paths import KernelPaths, choose
 from eyeline.models.shape import shape
 from eyeline.parallel.launch import machine
 from eyeline.train.float8 import float8_lines, float8_problem
+from eyeline.train.graph_start import GRAPHS, device_problem, worth_lines
 from eyeline.train.loss_scale import scaling_line
 from eyeline.train.run import COMPUTE, Run
 from eyeline.train.trainable import plan_of
@@ -42,10 +45,14 @@ def device_report(run: Run, bundle: Bundle | None, world: World = ALONE) -> Devi
                 problems.append(str(error))
         if run.compile == "blocks":
             problems += compiler_problem(here.device), attention_problem(model, here.capability, dtype)
+        if run.cuda_graph and dtype == torch.bfloat16:
+            problems.append(attention_problem(model, here.capability, dtype, *GRAPHS))
     if run.compile == "blocks":
         lines.append(
             "compile: blocks. Each stage has its graphs made before its first step; embedding, head and validation are not compiled"
         )
+    problems.append(device_problem(run, here.device))
+    lines += worth_lines(run, here.device)
     capability = f", compute capability {here.capability[0]}.{here.capability[1]}" if here.capability else ""
     line = f"device: {here.device.type} ({here.name}{capability}), {run.precision}"
     lines += [scaling] if (scaling := scaling_line(run.precision)) else []

@@ -30,6 +30,7 @@ from eyeline.models.moe import Bias
 from eyeline.models.shape import savable, shape
 from eyeline.parallel.mesh import model_problems
 from eyeline.parallel.mesh import problems as mesh_problems
+from eyeline.train.graph_start import graph_problems, model_problem
 from eyeline.train.in_backward import in_backward_problems
 from eyeline.train.loop import run_folder
 from eyeline.train.run import Adapted, Full, Run, Stage
@@ -132,6 +133,7 @@ def _settings_problems(run: Run, unreadable: list[str]) -> Iterator[str]:
     yield from mesh_problems(run.mesh, None)
     yield from _dora_problems(run)
     yield from in_backward_problems(run)
+    yield from graph_problems(run)
     yield from folder_problems(run_folder(run))
     yield from missing(run.report_to)
     yield from sample_problems(run)
@@ -157,6 +159,8 @@ def _settings_problems(run: Run, unreadable: list[str]) -> Iterator[str]:
         budgets = [stage.batch.budget.tokens for stage in run.stages if stage.batch.chosen]
         yield from dict.fromkeys(line for budget in budgets for line in model_problems(run.mesh, plan, budget))
         yield from axis_problems(run)
+        if run.cuda_graph and (problem := model_problem(plan)):
+            yield problem
         for index, stage in enumerate(run.stages):
             yield from _stage_problems(f"stages.{stage.name}", stage, plan)
             yield from _new_token_problems(f"stages.{stage.name}", run, stage, plan)

@@ -30,6 +30,7 @@ from eyeline.study.roofline.roofline import config_for, one_device_lines, resize
 from eyeline.train.compile import compile_first, refuse_attention, refuse_without_compiler
 from eyeline.train.environment import environment
 from eyeline.train.float8 import refuse_without_float8
+from eyeline.train.graph_start import graphed_update, refuse_without_graphs
 from eyeline.train.loss_scale import LEAST
 from eyeline.train.metrics import Clock
 from eyeline.train.optim import make_optimizers
@@ -76,6 +77,7 @@ def bench_steps(
     here = machine(run.device, run.threads, run.deterministic)
     refuse_without_compiler(run, here)
     refuse_without_float8(run, here)
+    refuse_without_graphs(run, here)
     index = stage_index(run, stage)
     asked = resized(run, index, tokens, patches, packs)
     with fitting("a step of this size"):
@@ -83,7 +85,13 @@ def bench_steps(
     for line in (*one_device_lines(run), *lines(timed, here)):
         say(line)
     if out is not None:
-        about = {"recipe": run.name, "stage": run.stages[index].name, "model": size or run.model.path or run.name, "compile": run.compile}
+        about = {
+            "recipe": run.name,
+            "stage": run.stages[index].name,
+            "model": size or run.model.path or run.name,
+            "compile": run.compile,
+            "cuda_graph": run.cuda_graph,
+        }
         figures = {**asdict(timed), "median_s": timed.median_s, "mfu": timed.mfu}
         write_json(out, {"format": 1, "measured": True, **about, **figures, "environment": environment(here)})
 
@@ -102,9 +110,12 @@ def time_steps(run: Run, index: int, config: Config, steps: int, warm_up: int, h
     plan.model.train()
     if run.compile == "blocks":
         compile_first(plan, run, stage, ONE_DEVICE, Clock())
+    graphs = graphed_update(plan, run, stage, optimizers, here, Clock()) if run.cuda_graph else None
     batch = full_batch(plan.spec.image, plan.spec.vocab_size, stage.batch.budget)
 
     def train(step: int) -> Report:
+        if graphs is not None:
+            return graphs.update(step_alone([batch] * packs), run.seed, step)
         how: dict[str, Any] = {"max_grad_norm": stage.max_grad_norm, "balance": stage.experts, "seed": run.seed}
         how["loss_scale"] = LEAST if run.precision == "fp16" else None  # as much work at any factor
         return update(plan.model, optimizers, step_alone([batch] * packs), ONE_DEVICE, **how, step=step)

@@ -162,7 +162,7 @@ def _choice(run: Run, index: int, bundle: Bundle, device: int | None, world_size
     tried: list[Tried] = []
     for packing in packings:
         over = tried and (tried[-1].memory is None or tried[-1].memory.total > room)
-        tried.append(Tried(packing, None if over else memory_with(plan, stage, packing.budget, shards, whole)))
+        tried.append(Tried(packing, None if over else memory_with(plan, run, stage, packing.budget, shards, whole)))
     taken = _taken(tried, room, stage)
     if problems := [*model_problems(run.mesh, plan, taken.budget.tokens)]:
         raise Refused("; ".join(problems))

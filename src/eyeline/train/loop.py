@@ -35,6 +35,7 @@ from eyeline.train.compile import refuse_without_compiler
 from eyeline.train.display import display
 from eyeline.train.evidence import EVIDENCE, keep_evidence
 from eyeline.train.float8 import refuse_without_float8
+from eyeline.train.graph_start import refuse_without_graphs
 from eyeline.train.in_backward import refuse_spoiled_weights
 from eyeline.train.loss_scale import LossScale, scaling_line
 from eyeline.train.metrics import Clock, StepFigures, rank_line, with_starved
@@ -72,6 +73,7 @@ def train(run: Run, now: Callable[[], float] = time.monotonic, process_started: 
             raise Refused("\n  ".join(problems))
         world.by_each(lambda: refuse_without_compiler(run, here))
         world.by_each(lambda: refuse_without_float8(run, here))
+        refuse_without_graphs(run, here)
         folder = run_folder(run)
         world.by_first(lambda: refuse_unanswerable(run, world.size))
         world.by_first(lambda: stack.enter_context(owned(folder)))
@@ -92,7 +94,7 @@ def train(run: Run, now: Callable[[], float] = time.monotonic, process_started: 
         reachable: float | None = None if peak is None else peak["flops_per_s"] * world.size
         idle = device_idle(here.device, clock.named)
         trackers = Trackers(run.report_to, about(run, home, checkpoint) if run.report_to and world.first else None, run.logging_steps)
-        fetching = FetchThread(copies_ahead(here.device))
+        fetching = FetchThread(copies_ahead(here.device, 0 if run.cuda_graph else 1))  # graphs take padded batches
         process = Process(
             run, home, here, clock, console, show, tally, stop, idle, world, mesh, ranks, trackers, at_step, reachable, packs, fetching
         )
@@ -268,18 +270,22 @@ def run_update(process: Process, running: StageRun, step: Step, state: State) ->
         before = sampled_weights(model) if logged and run.precision == "bf16" else None
         process.idle.update_starts()
         with seeing(model, run.top_k_probabilities if logged else 0) as top_k:
-            report = update(
-                model,
-                running.optimizers,
-                step,
-                process.ranks,
-                max_grad_norm=stage.max_grad_norm,
-                balance=stage.experts,
-                seed=run.seed,
-                step=state.global_step,
-                before_update=partial(examine, process, running, state, step),
-                loss_scale=state.loss_scale,
-            )
+            before_update = partial(examine, process, running, state, step)
+            if running.graphs is not None:
+                report = running.graphs.update(step, run.seed, state.global_step, before_update)
+            else:
+                report = update(
+                    model,
+                    running.optimizers,
+                    step,
+                    process.ranks,
+                    max_grad_norm=stage.max_grad_norm,
+                    balance=stage.experts,
+                    seed=run.seed,
+                    step=state.global_step,
+                    before_update=before_update,
+                    loss_scale=state.loss_scale,
+                )
         idle_s = process.idle.seconds()
         same = unchanged_since(before, model) if before is not None and report.outcome == "applied" else NOT_SAMPLED
         process.idle.update_ended()

@@ -25,6 +25,7 @@ from eyeline.core.words import gib
 from eyeline.data.fetch.full_batch import full_batch
 from eyeline.models.layers import Recompute
 from eyeline.parallel.slices import slice_of
+from eyeline.train.fixed_batch import capacities_of, empty_batch
 from eyeline.train.optim import AdamW, AdamW8bit, Muon, Optimizer, updates_in_backward
 from eyeline.train.small_adamw import bytes_in_8_bits
 
@@ -87,11 +88,14 @@ def _moments(shape: tuple[int, ...], entry: Entry, optimizer: Optimizer, share: 
             assert_never(optimizer)
 
 
-def activations_of(plan: Plan[Any], budget: Budget) -> int:
+def activations_of(plan: Plan[Any], budget: Budget, padded: bool = False) -> int:
     """The bytes of activations at the peak of a step on full micro-batches of conversations about one photo each: of what is allocated
-    beyond weights and gradients. `plan` is on the meta device."""
+    beyond weights and gradients. `plan` is on the meta device. `padded`: batches are padded to their capacities, for CUDA graphs."""
     model = plan.model
-    batch = full_batch(plan.spec.image, plan.spec.vocab_size, budget).with_draws(0, 0)
+    if padded:
+        batch = empty_batch(capacities_of(plan.spec.image, budget), torch.device("meta"), draws=True)
+    else:
+        batch = full_batch(plan.spec.image, plan.spec.vocab_size, budget).with_draws(0, 0)
     was_training = model.training
     model.train()
     with Allocated() as allocated:
@@ -138,9 +142,11 @@ def activations_of_slices(plan: Plan[Any], budget: Budget, rank: int, ranks: int
     return allocated.most - gradients + exchanged
 
 
-def fewest_recomputed(plan: Plan[Any], budget: Budget, how: Mapping[Part, Recompute], room: int) -> dict[Part, Recompute]:
+def fewest_recomputed(
+    plan: Plan[Any], budget: Budget, how: Mapping[Part, Recompute], room: int, padded: bool = False
+) -> dict[Part, Recompute]:
     """As few blocks of these parts as leave activations within `room` bytes, spread evenly, recomputed as `how` says. Raises Refused where
-    all are too few."""
+    all are too few. `padded` as in `activations_of`."""
     parts = list(how)
     most = max(len(plan.blocks[part]) for part in parts)
 
@@ -150,7 +156,7 @@ def fewest_recomputed(plan: Plan[Any], budget: Budget, how: Mapping[Part, Recomp
 
     def needed(share: int) -> int:
         plan.model.recompute(blocks(share))
-        return activations_of(plan, budget)
+        return activations_of(plan, budget, padded)
 
     if (least := needed(most)) > room:
         raise Refused(

@@ -111,7 +111,11 @@ def set_learning_rates(optimizers: list[torch.optim.Optimizer], rates: Mapping[P
     """Give every group its part's rate × the group's ratio × the schedule's factor."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = rates[group["part"]] * group["ratio"] * factor
+            rate = rates[group["part"]] * group["ratio"] * factor
+            if isinstance(group["lr"], Tensor):  # which a CUDA graph reads
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
 
 def _groups(trainable: Iterable[tuple[str, Tensor, Entry]], weight_decay: float, ratio: float) -> list[dict[str, Any]]:

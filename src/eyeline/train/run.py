@@ -267,6 +267,7 @@ class Run(Settings):
     float8: Literal["none", "tensorwise", "rowwise"] = "none"  # how FP8 is scaled, in the linear layers of the language model
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compile: Literal["none", "blocks"] = "none"  # blocks: PyTorch's compiler makes a graph of each kind of block, before the first step
+    cuda_graph: bool = False  # the update as CUDA graphs, captured before the first step: for small micro-batches on one GPU, in bf16
     deterministic: bool = False  # only algorithms that give the same bits every time; on a GPU others are faster
     threads: Positive | None = None  # CPU threads per process; torch's own choice when not given, or a rank's share of the cores
     mesh: MeshSizes = MeshSizes()  # of several ranks (torchrun, or --nproc): what they share out
@@ -409,6 +410,7 @@ MAY_CHANGE = (
     "out",
     "device",
     "compile",
+    "cuda_graph",
     "deterministic",
     "threads",
     "mesh",

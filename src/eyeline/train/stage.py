@@ -1,7 +1,7 @@
 """A stage made ready: its model planned, placed and filled, its optimizers as they were, its data found again."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,9 +30,11 @@ from eyeline.parallel.mesh import Mesh
 from eyeline.parallel.place import place
 from eyeline.parallel.ranks import ONE_DEVICE, Ranks
 from eyeline.train.compile import compile_first, refuse_attention
+from eyeline.train.cuda_graph import GraphedUpdate
 from eyeline.train.display import Display
 from eyeline.train.evidence import LossSpikes
 from eyeline.train.float8 import float8_lines
+from eyeline.train.graph_start import graphed_update
 from eyeline.train.metrics import Clock
 from eyeline.train.optim import load_state_tensors, make_optimizers
 from eyeline.train.run import COMPUTE, Distillation, Run, Stage
@@ -114,6 +116,7 @@ class StageRun:
     stragglers: Stragglers
     balance_images: bool = False  # ranks share out the images of each micro-batch
     spikes: LossSpikes = field(default_factory=LossSpikes)
+    graphs: GraphedUpdate | None = None  # with `cuda_graph`
 
     def steps_from(self, state: State, thread: FetchThread | None = None) -> Iterator[Step]:
         """The steps that are left, each with its micro-batches; with a `thread`, fetched by it while the step before computes."""
@@ -205,6 +208,10 @@ def begin_stage(process: Process, checkpoint: store.Checkpoint | None, state: St
         process.show.status("compiling the blocks")
         with process.clock.spending("compile"), fitting("a made-up batch of the stage's size, which blocks are compiled with"):
             compile_first(plan, run, stage, process.ranks, process.clock)
+    if run.cuda_graph:
+        process.show.status("capturing graphs")
+        with process.clock.spending("compile"), fitting("a made-up batch of the stage's size, which graphs are captured with"):
+            return replace(running, graphs=graphed_update(plan, run, stage, optimizers, here, process.clock, process.show.note))
     return running
 
 

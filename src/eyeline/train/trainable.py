@@ -21,6 +21,7 @@ from eyeline.models.shape import SAVED, Ways, shape
 from eyeline.parallel.mesh import problems as mesh_problems
 from eyeline.parallel.mesh import schedule_problems
 from eyeline.parallel.slices import own_slices
+from eyeline.train.graph_start import graph_problems
 from eyeline.train.memory import Memory, activations_of, activations_of_slices, fewest_recomputed, memory_of
 from eyeline.train.optim import AdamW, AdamW8bit, updates_in_backward
 from eyeline.train.run import COMPUTE, Adapted, Checkpointing, Full, Run, Stage
@@ -131,7 +132,7 @@ def plan_of(run: Run, index: int, config: Config, biased: bool = False, apart: N
     if isinstance(how, Checkpointing) and how.memory_gb is not None and again:
         whole = shards > 1 and not run.mesh.sync_each_batch and stage.batch.packs_per_step > shards
         room = int(how.memory_gb * 1e9) - memory_of(plan, stage.optimizer, shards, whole).total
-        again = fewest_recomputed(plan, stage.batch.budget, again, room)
+        again = fewest_recomputed(plan, stage.batch.budget, again, room, run.cuda_graph)
     plan.model.recompute(again)
     if run.float8 != "none":
         for layer in float8_layers(plan.model, plan.blocks["language"]).layers:
@@ -142,12 +143,12 @@ def plan_of(run: Run, index: int, config: Config, biased: bool = False, apart: N
 def needed_memory(run: Run, index: int, config: Config, apart: NewRows | None, shards: int, whole_gradients: bool) -> Memory:
     """What a stage needs on each rank, with the activations that a GPU would have; the last three as in `plan_of` and `memory_of`."""
     plan, stage = plan_of(run, index, config, apart=apart, shards=shards), run.stages[index]
-    return memory_with(plan, stage, stage.batch.budget, shards, whole_gradients)
+    return memory_with(plan, run, stage, stage.batch.budget, shards, whole_gradients)
 
 
-def memory_with(plan: Plan[Model], stage: Stage, budget: Budget, shards: int, whole_gradients: bool) -> Memory:
+def memory_with(plan: Plan[Model], run: Run, stage: Stage, budget: Budget, shards: int, whole_gradients: bool) -> Memory:
     """The same for packs of a budget, by the stage's plan."""
-    return replace(memory_of(plan, stage.optimizer, shards, whole_gradients), activations=activations_of(plan, budget))
+    return replace(memory_of(plan, stage.optimizer, shards, whole_gradients), activations=activations_of(plan, budget, run.cuda_graph))
 
 
 def shares_of(run: Run, stage: Stage, world_size: int) -> tuple[int, bool]:
@@ -196,7 +197,8 @@ def axis_problems(run: Run) -> Iterator[str]:
 
 
 def rank_problems(run: Run, world_size: int) -> Iterator[str]:
-    """Settings of stages that do not fit a number of ranks, and those that are of one device."""
+    """Settings that do not fit a number of ranks, and those that are of one device."""
+    yield from graph_problems(run, world_size)
     for stage in run.stages if world_size > 1 else ():
         yield from (f"stages.{stage.name}.{line}" for line in schedule_problems(run.mesh, world_size, stage.batch.packs_per_step))
         if isinstance(stage.optimizer, AdamW8bit) and run.mesh.tp > 1:
