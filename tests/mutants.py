@@ -2260,6 +2260,12 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "parallel/test_hang.py::test_the_stack_of_an_abort_names_call_and_line",
         ),
         (
+            "train/distill.py",
+            "    with sole_owner(own):",
+            "    if own:",
+            "distill/test_job.py::test_a_second_command_in_one_folder_is_locked_out",
+        ),
+        (
             "distill/server.py",
             "        servers.limit_name = NEWER_LIMIT\n",
             "",

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from eyeline.core.batch import Message, Text
+from eyeline.core.errors import RunLocked
 from eyeline.data.sources.sources import Source, open_source
 from eyeline.data.text.templates import template_named
 from eyeline.distill.job import Student, distill
@@ -17,6 +18,7 @@ from eyeline.offline.plan import Plan
 from eyeline.offline.run import Where
 from eyeline.recipes.read import run_of
 from eyeline.train.loop import train
+from eyeline.train.stop import sole_owner
 from tests.command import Command
 from tests.distill.recipe import REASON, colour_in, question_in, recipe_with, rejects_of, right, rows_of, server, write_recipe
 from tests.distill.scripted import completion, scripted, status
@@ -207,6 +209,17 @@ def test_dry_shows_verdicts_and_an_estimate_and_writes_nothing(eyeline: Command,
     assert "rejected: wrong" in done.out
     assert "all 10 samples: 10 requests" in done.out
     assert "tokens: about 1,000 of prompts and 200 of answers; cost: about 0.00 USD" in done.out
+
+
+def test_a_second_command_in_one_folder_is_locked_out(eyeline: Command, tmp_path: Path) -> None:
+    with scripted(right) as script:
+        path = write_recipe(tmp_path, recipe_with(tmp_path, server(script.url)))
+        (tmp_path / "distilled").mkdir()
+        with sole_owner(tmp_path / "distilled"):
+            second = eyeline("distill", str(path), "--out", "distilled")
+        assert second.code == RunLocked.code and "is in use by process" in second.err
+        assert not script.asked
+        assert eyeline("distill", str(path), "--out", "distilled").code == 0
 
 
 def test_dry_without_a_server_does_not_speak_of_resuming(eyeline: Command, tmp_path: Path) -> None:

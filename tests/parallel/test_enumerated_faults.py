@@ -17,6 +17,7 @@ import pytest
 
 from eyeline.checkpoint import store
 from eyeline.core.errors import RankLost, Stopped
+from eyeline.data import loader
 from eyeline.parallel import watch
 from eyeline.train import loop, stage
 from eyeline.train.run import Run
@@ -126,6 +127,7 @@ PHASES: dict[str, tuple[Any, str, int]] = {  # module, function, and which of it
     "start of a stage": (loop, "begin_stage", 1),
     "start of the second stage": (loop, "begin_stage", 2),
     "filling the model": (stage, "model_of", 1),
+    "reading of a pack": (loader, "pack_to_read", 3),
     "forward and backward pass": (loop, "update", 2),
     "validation": (loop, "validate", 1),
     "agreement between steps": (loop, "at_border", 2),
