@@ -100,6 +100,8 @@ def test_scales_in_8_bits_resume_as_they_are_and_export(trained: Path, monkeypat
     assert torch.equal(after[f"{Q}.largest"], before[f"{Q}.largest"])
     assert torch.equal(after[f"{Q}.weight"], plain[f"{Q}.weight"])
     assert torch.equal(after[f"{Q}.largest"], doubled(plain[f"{Q}.largest"]))
+    again = load(open_bundle(trained / "double"), "cpu", keep_adapters=True).model
+    assert all(torch.equal(x, after[name]) for name, x in again.named_parameters() if name.endswith("largest"))
     merged = load(open_bundle(trained / "double"), "cpu").model
     want = dequantised(after[f"{Q}.weight"], after[f"{Q}.largest"]) + 2 * after[f"{Q}.lora_B"] @ after[f"{Q}.lora_A"]
     assert torch.equal(merged.get_parameter(f"{Q}.weight"), want)

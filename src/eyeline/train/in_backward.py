@@ -57,21 +57,26 @@ def in_backward_problems(run: Run) -> Iterator[str]:
         if not updates_in_backward(stage.optimizer):
             continue
         if stage.max_grad_norm:
-            yield f"{here} and max_grad_norm clips by the norm of all gradients. Set stages.{stage.name}.max_grad_norm=0, or leave it out"
+            yield (
+                f"{here} and max_grad_norm clips by the norm of all gradients. Set stages.{stage.name}.max_grad_norm=0, or leave "
+                "in_backward out"
+            )
         if stage.batch.packs_per_step > 1:
             yield (
                 f"{here} and batch.packs_per_step={stage.batch.packs_per_step} adds up gradients of several micro-batches before it. Set "
-                f"packs_per_step to 1 and raise max_tokens, or leave it out"
+                f"packs_per_step to 1 and raise max_tokens, or leave in_backward out"
             )
         if run.max_nonfinite_steps:
             yield (
                 f"{here} so a step that is not finite cannot be dropped as max_nonfinite_steps={run.max_nonfinite_steps} says. Set "
-                "max_nonfinite_steps=0: the run then stops there, and its last checkpoint is from before it. Or leave it out"
+                "max_nonfinite_steps=0: the run then stops there, and its last checkpoint is from before it. Or leave in_backward out"
             )
         if run.keep_bad_steps:
             yield (
                 f"{here} so the weights before a step that is not finite or has a loss spike are gone when that is known, and "
-                f"keep_bad_steps={run.keep_bad_steps} would keep them. Set keep_bad_steps=0, or leave it out"
+                f"keep_bad_steps={run.keep_bad_steps} would keep them. Set keep_bad_steps=0, or leave in_backward out"
             )
         if run.precision == "fp16":
-            yield f"{here} and precision: fp16 looks for overflows in all gradients before it. Use precision: bf16, or leave it out"
+            yield (
+                f"{here} and precision: fp16 looks for overflows in all gradients before it. Use precision: bf16, or leave in_backward out"
+            )
