@@ -13,11 +13,12 @@ from eyeline.core.errors import Refused, Stopped
 from eyeline.core.files import read_lines
 from eyeline.models import CONFIG
 from eyeline.models.shape import shape
+from eyeline.parallel.launch import machine
 from eyeline.recipes.device import device_report
 from eyeline.recipes.problems import problems_of_ranks, settings_problems
 from eyeline.train import graph_start
 from eyeline.train.cuda_graph import GraphedUpdate, Work
-from eyeline.train.graph_start import graph_problems, model_problem
+from eyeline.train.graph_start import graph_problems, model_problem, refuse_without_graphs
 from eyeline.train.run import Run
 from eyeline.train.trainable import needed_memory
 from tests.train.ends import end_of, losses
@@ -93,6 +94,8 @@ def test_cpu_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="cuda_graph captures what a GPU runs, and this run is on cpu"):
         loop.train(run)
     assert not (tmp_path / "run").exists()
+    with pytest.raises(Refused, match=r"on cpu\. Leave it out\n  cuda_graph with compile: blocks"):  # as `bench step` asks
+        refuse_without_graphs(run.model_copy(update={"compile": "blocks"}), machine("cpu"))
     report = device_report(run, None)
     assert [line[:39] for line in report.problems] == ["cuda_graph captures what a GPU runs, an"]
     assert "below about 2,048 tokens per micro-batch" in report.lines[1]

@@ -78,9 +78,10 @@ def device_problem(run: Run, device: torch.device) -> str | None:
 
 
 def refuse_without_graphs(run: Run, here: Machine) -> None:
-    """Raise Refused where graphs are to be captured and the device has none."""
-    if problem := device_problem(run, here.device):
-        raise Refused(problem)
+    """Raise Refused where graphs are to be captured and the device has none, or other settings do not go with them."""
+    problem = device_problem(run, here.device)
+    if problems := [*([problem] if problem else []), *graph_problems(run)]:
+        raise Refused("\n  ".join(problems))
 
 
 def worth_lines(run: Run, device: torch.device) -> Iterator[str]:
