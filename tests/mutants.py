@@ -1600,6 +1600,32 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
             "parallel/test_ranks_train.py::test_a_run_resumed_on_as_many_ranks_is_the_uninterrupted_one",
         ),
     ],
+    "memory of a rank": [
+        (
+            "parallel/shares.py",
+            "shape[0] //= self.sizes.ep",
+            "pass",
+            "parallel/test_fake_worlds.py::test_memory_of_a_rank_is_counted_as_it_holds_it",
+        ),
+        (
+            "parallel/shares.py",
+            "shape[entry.split.dim] //= tp",
+            "pass",
+            "parallel/test_fake_worlds.py::test_memory_of_a_rank_is_counted_as_it_holds_it",
+        ),
+        (
+            "parallel/shares.py",
+            "or here >= over:",
+            "or True:",
+            "parallel/test_fake_worlds.py::test_memory_of_a_rank_is_counted_as_it_holds_it",
+        ),
+        (
+            "train/memory.py",
+            "round(x.numel() * of_gradient) * entry.stored.itemsize if",
+            "x.numel() * entry.stored.itemsize if",
+            "parallel/test_fake_worlds.py::test_memory_of_a_rank_is_counted_as_it_holds_it",
+        ),
+    ],
     "gathered ahead": [
         (
             "parallel/mesh.py",

@@ -33,8 +33,11 @@ from eyeline.parallel.place import place, share_out
 from eyeline.parallel.ranks import ranks_of
 from eyeline.parallel.rows import rows_of
 from eyeline.parallel.shard import shard
+from eyeline.parallel.shares import Shares
 from eyeline.parallel.slices import own_slices
 from eyeline.study.roofline.sizes import config_of
+from eyeline.train.memory import Memory, memory_of
+from eyeline.train.optim import AdamW
 from eyeline.train.step import add_gradients
 from tests.forked import Forked
 from tests.parallel.by_hand import Collective, Layout, passed_by_hand, rows_by_hand, sharded_by_hand, total
@@ -154,6 +157,25 @@ def test_what_a_rank_holds_of_a_published_model(how: str, rank: int) -> None:
     shards = ranks // sizes.dp_replicate
     assert whole < 27e6
     assert sum(got for _, got, *_ in found) < sum(numbers for _, _, _, numbers, _ in found) / shards * 1.05 + whole
+
+
+@pytest.mark.parametrize("how", SEVERAL)
+def test_memory_of_a_rank_is_counted_as_it_holds_it(how: str) -> None:
+    """Before anything is placed, to the byte: what the first rank has of a published model, and of its gradients where they stay whole."""
+    size, ranks, sizes = LAYOUTS[how]
+
+    def held_by(mesh: Mesh) -> tuple[int, int]:
+        plan = shape(config_of(size))
+        share_out(plan, mesh)
+        layout, held_bytes, pieces = Layout(plan, sizes, ranks), 0, 0
+        for name, x, entry in plan.tensors():
+            held_bytes += held(x).local.nbytes
+            pieces += 4 * math.prod(layout.piece(name, entry))
+        return held_bytes, pieces
+
+    weights, pieces = as_rank(0, ranks, held_by, sizes)
+    counted = memory_of(shape(config_of(size)), AdamW(), Shares(sizes, ranks), whole_gradients=True)
+    assert counted == Memory(weights, pieces, 2 * weights)
 
 
 def held_of_slices(mesh: Mesh) -> dict[str, tuple[int, bool]]:

@@ -40,7 +40,7 @@ def test_largest_packs_that_fit_are_taken(tmp_path: Path) -> None:
     taken = run.stages[0].batch.budget
     assert taken == choice.taken.budget
     bundle = description(run)
-    needed = needed_memory(run, 0, bundle.config, None, 1, False).total
+    needed = needed_memory(run, 0, bundle.config, None).total
     counted = {one.packing.budget: one.memory.total for one in choice.tried if one.memory is not None}
     assert counted[taken] == needed
     again = chosen(auto_run(tmp_path, needed / 1e9)).run.stages[0].batch.budget

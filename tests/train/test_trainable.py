@@ -14,6 +14,8 @@ from eyeline.bundle.fill import load, load_for_generation
 from eyeline.checkpoint import store
 from eyeline.core.plan import PARTS
 from eyeline.parallel.launch import machine
+from eyeline.parallel.mesh import MeshSizes
+from eyeline.parallel.shares import Shares
 from eyeline.recipes.problems import settings_problems
 from eyeline.train.memory import Memory, memory_of
 from eyeline.train.optim import AdamW, Muon
@@ -296,6 +298,7 @@ def test_memory_with_gradients_that_are_summed_once_per_step(start: Path, tmp_pa
     run = from_start(start, tmp_path, (None, None, FULL))
     plan = plan_of(run, 0, open_bundle(start / "run").bundle.config)
     trained = sum(x.numel() for _, x, entry in plan.tensors() if entry.trains)
-    sharded, whole = memory_of(plan, AdamW(), 2), memory_of(plan, AdamW(), 2, whole_gradients=True)
+    two = Shares(MeshSizes(), 2)
+    sharded, whole = memory_of(plan, AdamW(), two), memory_of(plan, AdamW(), two, whole_gradients=True)
     assert (whole.weights, whole.optimizer) == (sharded.weights, sharded.optimizer)
     assert sharded.gradients < whole.gradients == 4 * trained

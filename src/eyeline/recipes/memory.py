@@ -33,14 +33,14 @@ def memory_lines(run: Run, config: Config, bundle: Bundle | None, world_size: in
         if not stage.batch.chosen:
             continue
         try:
-            shards, whole = shares_of(run, stage, world_size)
+            shares = shares_of(run, world_size)
             apart = None if bundle is None else new_rows_of(run, index, bundle)
             if run.mesh.pp > 1:
                 count = -(-stage.batch.packs_per_step // (world_size // run.mesh.same_packs))
-                needed, slices = memory_of_slices(run, index, config, apart, shards, count)
+                needed, slices = memory_of_slices(run, index, config, apart, shares, count)
                 yield f"slices of stage {stage.name}, by FLOPs of a full micro-batch: blocks {slices}"
             else:
-                needed = needed_memory(run, index, config, apart, shards, whole)
+                needed = needed_memory(run, index, config, apart, shares)
         except Refused:
             continue  # among the settings' problems already
         most = ", of the slices that need the most" if run.mesh.pp > 1 else ""

@@ -138,7 +138,7 @@ def time_steps(run: Run, index: int, config: Config, steps: int, warm_up: int, h
         peak=None if peak is None else peak["flops_per_s"],
         peak_name=None if peak is None else peak["name"],
         memory_bytes=here.memory_bytes(),
-        planned_bytes=needed_memory(run, index, config, None, 1, whole_gradients=False).total,
+        planned_bytes=needed_memory(run, index, config, None).total,
     )
 
 

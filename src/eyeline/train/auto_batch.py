@@ -157,12 +157,12 @@ def _choice(run: Run, index: int, bundle: Bundle, device: int | None, world_size
     packings = [*_with_room_for_an_image(budgets_to_choose_from(reader), spec)]
     if not packings:
         raise Refused("auto finds no sample that can be used in the data, and no size for packs")
-    shards, whole = shares_of(run, stage, world_size)
-    plan = plan_of(run, index, bundle.config, apart=new_rows_of(run, index, bundle), shards=shards)
+    shares = shares_of(run, world_size)
+    plan = plan_of(run, index, bundle.config, apart=new_rows_of(run, index, bundle), shares=shares)
     tried: list[Tried] = []
     for packing in packings:
         over = tried and (tried[-1].memory is None or tried[-1].memory.total > room)
-        tried.append(Tried(packing, None if over else memory_with(plan, run, stage, packing.budget, shards, whole)))
+        tried.append(Tried(packing, None if over else memory_with(plan, run, stage, packing.budget, shares)))
     taken = _taken(tried, room, stage)
     if problems := [*model_problems(run.mesh, plan, taken.budget.tokens)]:
         raise Refused("; ".join(problems))

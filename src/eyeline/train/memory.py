@@ -24,6 +24,7 @@ from eyeline.core.plan import Entry, Part, Plan
 from eyeline.core.words import gib
 from eyeline.data.fetch.full_batch import full_batch
 from eyeline.models.layers import Recompute
+from eyeline.parallel.shares import WHOLE, Shares
 from eyeline.parallel.slices import slice_of
 from eyeline.train.fixed_batch import capacities_of, empty_batch
 from eyeline.train.optim import AdamW, AdamW8bit, Muon, Optimizer, updates_in_backward
@@ -54,19 +55,18 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
-def memory_of(plan: Plan[Any], optimizer: Optimizer, shards: int = 1, whole_gradients: bool = False) -> Memory:
+def memory_of(plan: Plan[Any], optimizer: Optimizer, shares: Shares = WHOLE, whole_gradients: bool = False) -> Memory:
     """What a stage keeps of its model, on the rank that has most of it. A gradient has its weight's dtype, and so has each moment: two of
     AdamW, one of Muon; AdamW's may be bfloat16, in 8 bits, or on the host. `whole_gradients`: a rank keeps them unsharded until the
     step's last micro-batch."""
     weights = moments = 0
     gradients = Counter[str]()
-    for _, x, entry in plan.tensors():
-        rows = entry.shape[0] if entry.shape else 1
-        share = 1.0 if entry.exact or not rows else -(-rows // shards) / rows  # what is exact is whole on every rank
+    for name, x, entry in plan.tensors():
+        share, of_gradient = shares.of(plan, name, entry)
         size = round(x.numel() * share) * entry.stored.itemsize
         weights += size
         if entry.trains:
-            gradients[entry.unit] += x.numel() * entry.stored.itemsize if whole_gradients else size
+            gradients[entry.unit] += round(x.numel() * of_gradient) * entry.stored.itemsize if whole_gradients else size
             moments += _moments(tuple(x.shape), entry, optimizer, share)
     # in the backward pass they are freed as they come: those of one block, or of what else is together, at most
     at_once = max(gradients.values(), default=0) if updates_in_backward(optimizer) else gradients.total()

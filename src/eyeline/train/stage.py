@@ -29,6 +29,7 @@ from eyeline.parallel.launch import Machine
 from eyeline.parallel.mesh import Mesh
 from eyeline.parallel.place import place
 from eyeline.parallel.ranks import ONE_DEVICE, Ranks
+from eyeline.parallel.shares import WHOLE, Shares
 from eyeline.train.compile import compile_first, refuse_attention
 from eyeline.train.cuda_graph import GraphedUpdate
 from eyeline.train.display import Display
@@ -143,8 +144,8 @@ def model_of(
 
     def filled() -> Plan[Model]:
         apart = new_rows_of(run, index, home.bundle)
-        shards = 1 if mesh is None else mesh.shard.size(-1)
-        plan = plan_of(run, index, home.bundle.config, has_biases(sources["language"]), apart, shards)
+        shares = WHOLE if mesh is None else Shares(mesh.sizes, world.size)
+        plan = plan_of(run, index, home.bundle.config, has_biases(sources["language"]), apart, shares)
         plan = cut_along_depth(plan, run.stages[index].batch.budget, mesh)
         place(plan, here.device, mesh)
         before = None if checkpoint is None else (lora_of(checkpoint.state), stored_rows(checkpoint.state))

@@ -20,6 +20,7 @@ from eyeline.models.lora import LoRA
 from eyeline.models.shape import SAVED, Ways, shape
 from eyeline.parallel.mesh import problems as mesh_problems
 from eyeline.parallel.mesh import schedule_problems
+from eyeline.parallel.shares import WHOLE, Shares
 from eyeline.parallel.slices import own_slices
 from eyeline.train.graph_start import graph_problems
 from eyeline.train.memory import Memory, activations_of, activations_of_slices, fewest_recomputed, memory_of
@@ -112,9 +113,11 @@ def new_rows_of(run: Run, index: int, bundle: Bundle) -> NewRows | None:
     return new_rows(bundle, run.model.add_tokens)
 
 
-def plan_of(run: Run, index: int, config: Config, biased: bool = False, apart: NewRows | None = None, shards: int = 1) -> Plan[Model]:
+def plan_of(
+    run: Run, index: int, config: Config, biased: bool = False, apart: NewRows | None = None, shares: Shares = WHOLE
+) -> Plan[Model]:
     """The model of a stage, on the meta device: with its adapters, frozen and stored as the stage wants it. `biased`: its weights come
-    with biases that balance experts. `apart`: what `new_rows_of` gives. `shards`: ranks that share out its parameters."""
+    with biases that balance experts. `apart`: what `new_rows_of` gives. `shares`: how ranks share out its parameters."""
     stage = run.stages[index]
     plan = shape(
         config,
@@ -130,8 +133,8 @@ def plan_of(run: Run, index: int, config: Config, biased: bool = False, apart: N
     )
     how, again = stage.gradient_checkpointing, recomputed(stage, plan.blocks)
     if isinstance(how, Checkpointing) and how.memory_gb is not None and again:
-        whole = shards > 1 and not run.mesh.sync_each_batch and stage.batch.packs_per_step > shards
-        room = int(how.memory_gb * 1e9) - memory_of(plan, stage.optimizer, shards, whole).total
+        whole = shares.whole_gradients(stage.batch.packs_per_step)
+        room = int(how.memory_gb * 1e9) - memory_of(plan, stage.optimizer, shares, whole).total
         again = fewest_recomputed(plan, stage.batch.budget, again, room, run.cuda_graph)
     plan.model.recompute(again)
     if run.float8 != "none":
@@ -140,24 +143,24 @@ def plan_of(run: Run, index: int, config: Config, biased: bool = False, apart: N
     return plan
 
 
-def needed_memory(run: Run, index: int, config: Config, apart: NewRows | None, shards: int, whole_gradients: bool) -> Memory:
-    """What a stage needs on each rank, with the activations that a GPU would have; the last three as in `plan_of` and `memory_of`."""
-    plan, stage = plan_of(run, index, config, apart=apart, shards=shards), run.stages[index]
-    return memory_with(plan, run, stage, stage.batch.budget, shards, whole_gradients)
+def needed_memory(run: Run, index: int, config: Config, apart: NewRows | None, shares: Shares = WHOLE) -> Memory:
+    """What a stage needs on each rank, with the activations that a GPU would have; the last two as in `plan_of`."""
+    plan, stage = plan_of(run, index, config, apart=apart, shares=shares), run.stages[index]
+    return memory_with(plan, run, stage, stage.batch.budget, shares)
 
 
-def memory_with(plan: Plan[Model], run: Run, stage: Stage, budget: Budget, shards: int, whole_gradients: bool) -> Memory:
+def memory_with(plan: Plan[Model], run: Run, stage: Stage, budget: Budget, shares: Shares) -> Memory:
     """The same for packs of a budget, by the stage's plan."""
-    return replace(memory_of(plan, stage.optimizer, shards, whole_gradients), activations=activations_of(plan, budget, run.cuda_graph))
+    kept = memory_of(plan, stage.optimizer, shares, shares.whole_gradients(stage.batch.packs_per_step))
+    return replace(kept, activations=activations_of(plan, budget, run.cuda_graph))
 
 
-def shares_of(run: Run, stage: Stage, world_size: int) -> tuple[int, bool]:
-    """Ranks that share out parameters, and whether each keeps whole gradients until the last micro-batch of a step."""
-    shards = 1 if [*mesh_problems(run.mesh, world_size)] else run.mesh.sharded_over(world_size)
-    return shards, shards > 1 and not run.mesh.sync_each_batch and stage.batch.packs_per_step > world_size // run.mesh.same_packs
+def shares_of(run: Run, world_size: int) -> Shares:
+    """How so many ranks share out parameters; those of one where the mesh does not fit them."""
+    return WHOLE if [*mesh_problems(run.mesh, world_size)] else Shares(run.mesh, world_size)
 
 
-def memory_of_slices(run: Run, index: int, config: Config, apart: NewRows | None, shards: int, count: int) -> tuple[Memory, str]:
+def memory_of_slices(run: Run, index: int, config: Config, apart: NewRows | None, shares: Shares, count: int) -> tuple[Memory, str]:
     """`needed_memory` of the rank that needs the most, where ranks have slices of the model; and the blocks of each, in words. `count`:
     micro-batches of a step."""
     stage, most = run.stages[index], None
@@ -166,8 +169,8 @@ def memory_of_slices(run: Run, index: int, config: Config, apart: NewRows | None
     for rank in sorted({0, 1, run.mesh.pp - 1}):  # from the second on, each has fewer micro-batches under way than the one before
         own = own_slices(plan_of(run, index, config, apart=apart), cuts, rank, run.mesh.pp)
         activations = activations_of_slices(own, stage.batch.budget, rank, run.mesh.pp, count)
-        whole = shards > 1 and not run.mesh.sync_each_batch and count > 1
-        memory = replace(memory_of(own, stage.optimizer, shards, whole), activations=activations)
+        whole = shares.whole_gradients(stage.batch.packs_per_step)
+        memory = replace(memory_of(own, stage.optimizer, shares, whole), activations=activations)
         most = memory if most is None or memory.total > most.total else most
     assert most is not None
     return most, ", ".join(f"{cut.start}–{cut.stop - 1}" if len(cut) > 1 else f"{cut.start}" for cut in cuts)
