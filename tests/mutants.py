@@ -1615,8 +1615,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "parallel/shares.py",
-            "or here >= over:",
-            "or True:",
+            "1 if entry.exact else self.ranks // tp",
+            "1 if entry.exact else self.ranks",
             "parallel/test_fake_worlds.py::test_memory_of_a_rank_is_counted_as_it_holds_it",
         ),
         (
