@@ -159,7 +159,7 @@ def test_what_a_rank_holds_of_a_published_model(how: str, rank: int) -> None:
     assert sum(got for _, got, *_ in found) < sum(numbers for _, _, _, numbers, _ in found) / shards * 1.05 + whole
 
 
-@pytest.mark.parametrize("how", SEVERAL)
+@pytest.mark.parametrize("how", [pytest.param(how, marks=() if how in ("8b hsdp x tp", "30b ep") else pytest.mark.slow) for how in LAYOUTS])
 def test_memory_of_a_rank_is_counted_as_it_holds_it(how: str) -> None:
     """Before anything is placed, to the byte: what the first rank has of a published model, and of its gradients where they stay whole."""
     size, ranks, sizes = LAYOUTS[how]

@@ -164,6 +164,6 @@ def test_check_says_when_graphs_are_worth_it(tmp_path: Path) -> None:
 def test_memory_is_that_of_padded_batches(tmp_path: Path) -> None:
     run, on = short_run(tmp_path, "run"), short_run(tmp_path, "run", "cuda_graph=true")
     assert run.model.config is not None
-    plain, padded = (needed_memory(one, 1, run.model.config, None, 1, False) for one in (run, on))
+    plain, padded = (needed_memory(one, 1, run.model.config, None) for one in (run, on))
     assert replace(padded, activations=0) == replace(plain, activations=0)
     assert padded.activations > plain.activations
