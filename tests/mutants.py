@@ -1759,6 +1759,30 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "train/evidence.py",
+            "            if not (self.last and self.skips):",
+            "            if True:",
+            "train/test_skipped_spikes.py",
+        ),
+        (
+            "train/saving.py",
+            '"best": None, "losses": None}',
+            '"best": None}',
+            "train/test_skipped_spikes.py",
+        ),
+        (
+            "train/step.py",
+            '    if outcome == "applied":',
+            "    if bool(finite):",
+            "train/test_skipped_spikes.py",
+        ),
+        (
+            "train/stage.py",
+            "LossSpikes(state.losses or (), skips",
+            "LossSpikes((), skips",
+            "train/test_skipped_spikes.py",
+        ),
+        (
+            "train/evidence.py",
             "max(DEVIATIONS * statistics.pstdev(before), FLOOR)",
             "DEVIATIONS * statistics.pstdev(before)",
             "study/test_replay.py::test_a_loss_is_a_spike_far_above_those_before_it_alone",

@@ -36,6 +36,7 @@ from eyeline.parallel.shard import shard
 from eyeline.recipes.problems import settings_problems
 from eyeline.recipes.read import run_of
 from eyeline.study.evaluate import evaluate
+from eyeline.train.evidence import LossSpikes
 from eyeline.train.memory import activations_of, memory_of
 from eyeline.train.trackers import trackers
 from eyeline.train.trainable import plan_of
@@ -299,6 +300,13 @@ def budgeted(recipe: dict[str, Any], folder: Path) -> str:
             return str(len(steps(recipe, folder)))
         except Exception as error:  # noqa: BLE001 - whichever way it ends is what is seen
             return type(error).__name__
+
+
+def skipped(recipe: dict[str, Any], folder: Path) -> list[str]:
+    """The outcomes of a run whose every step is said to have a loss spike."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LossSpikes, "add", lambda self, loss: True)
+        return [line["outcome"] for line in steps(recipe, folder)]
 
 
 def evidence(recipe: dict[str, Any], folder: Path) -> int:
@@ -705,6 +713,7 @@ CASES: dict[str, Case] = {
     "async_save": turned("async_save=true", see=writers, base=("stages.0.steps=3", "save_steps=1")),
     "save_total_limit": turned("save_total_limit=3", see=kept, base=("stages.0.steps=3", "save_steps=1")),
     "max_nonfinite_steps": turned("max_nonfinite_steps=0", see=budgeted),
+    "max_spike_steps": turned("max_spike_steps=9", see=skipped),
     "keep_bad_steps": turned("keep_bad_steps=1", see=evidence),
     "metrics_for_all_ranks": turned("metrics_for_all_ranks=true", see=rank_files),
 }

@@ -72,7 +72,7 @@ def _before(block: Any, again: Again | None, *args: Any) -> Any:
 
 
 def _to_experts(block: Any, x_TD: Tensor, layout: Layout) -> Any:
-    x_TD = block.mixed(x_TD, layout)
+    x_TD = x_TD + block.attn(block.norm1(x_TD), layout)
     normed_TD = block.norm2(x_TD)
     return x_TD, normed_TD, *block.mlp.router(normed_TD, layout.real_T)
 

@@ -124,11 +124,8 @@ class ExpertBlock(nn.Module):
         self.norm1, self.norm2 = RMSNorm(width, eps), RMSNorm(width, eps)
         self.attn, self.mlp = attn, mlp
 
-    def mixed(self, x_TD: Tensor, layout: Layout, cache: LayerCache | None = None) -> Tensor:
-        return x_TD + self.attn(self.norm1(x_TD), layout, cache)
-
     def forward(self, x_TD: Tensor, layout: Layout, cache: LayerCache | None = None) -> tuple[Tensor, Routed]:
-        x_TD = self.mixed(x_TD, layout, cache)
+        x_TD = x_TD + self.attn(self.norm1(x_TD), layout, cache)
         y_TD, routed = self.mlp(self.norm2(x_TD), layout.real_T, layout.draws_T2)
         return x_TD + y_TD, routed
 

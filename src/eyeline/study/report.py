@@ -121,6 +121,8 @@ def remarks(history: History, evaluation: Result | str | None) -> list[str]:
         notes.append(f"{counted(failed, 'step')} had a loss or gradient that was not finite and were not applied.")
     if skipped := sum(step.outcome == "overflow" for step in history.steps):
         notes.append(f"{counted(skipped, 'step')} overflowed in fp16 and were skipped; the loss scale was halved after each.")
+    if spiked := sum(step.outcome == "spike" for step in history.steps):
+        notes.append(f"{counted(spiked, 'step')} had a loss spike and were skipped (max_spike_steps).")
     if idle := sum(step.outcome == "no targets" for step in history.steps):
         notes.append(f"{counted(idle, 'step')} had no supervised tokens: no loss and no update.")
     if len(history.starts) > 1:

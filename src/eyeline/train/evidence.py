@@ -40,20 +40,27 @@ Kind = Literal["not finite", "spike"]
 
 class LossSpikes:
     """Tells whether a loss is a spike: more than DEVIATIONS standard deviations, and more than FLOOR, above the mean of the last WINDOW
-    steps of this attempt and stage. Nothing is skipped for it."""
+    steps of this stage. `before`: what `losses` was, to continue with. `skips`: steps with a spike are skipped, and their losses are not
+    among those that the next ones are compared with."""
 
-    def __init__(self) -> None:
-        self._losses: deque[float] = deque(maxlen=WINDOW)
+    def __init__(self, before: Sequence[float] = (), *, skips: bool = False) -> None:
+        self._losses, self.skips = deque(before, maxlen=WINDOW), skips
         self.last = False  # whether the last step had one
 
     def add(self, loss: float) -> bool:
-        """Return whether this one is a spike. It counts in those that follow, unless it is not finite."""
-        before, self.last = list(self._losses), False
+        """Return whether this one is a spike. It counts in those that follow, unless it is not finite or skipped."""
+        before, self.last = self.losses, False
         if math.isfinite(loss):
-            self._losses.append(loss)
             if len(before) >= FEWEST:
                 self.last = loss - statistics.fmean(before) > max(DEVIATIONS * statistics.pstdev(before), FLOOR)
+            if not (self.last and self.skips):
+                self._losses.append(loss)
         return self.last
+
+    @property
+    def losses(self) -> list[float]:
+        """The losses, in nats per supervised token, by which the next one is judged."""
+        return list(self._losses)
 
 
 def remove_leftovers(run: Path) -> None:

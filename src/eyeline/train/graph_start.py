@@ -39,6 +39,8 @@ def graph_problems(run: Run, world_size: int = 1) -> Iterator[str]:
         yield f"cuda_graph with float8: {run.float8} is not there yet. Leave one of them out"
     if run.top_k_probabilities:
         yield "cuda_graph with top_k_probabilities: they are taken from the pass, which the host does not run. Leave one of them out"
+    if run.max_spike_steps:
+        yield "cuda_graph with max_spike_steps: a graph skips only steps that are not finite. Leave one of them out"
     for stage in run.stages:
         yield from (f"stages.{stage.name}.{line}. Leave one of them out" for line in _stage_problems(stage))
 

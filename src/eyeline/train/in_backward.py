@@ -76,6 +76,11 @@ def in_backward_problems(run: Run) -> Iterator[str]:
                 f"{here} so the weights before a step that is not finite or has a loss spike are gone when that is known, and "
                 f"keep_bad_steps={run.keep_bad_steps} would keep them. Set keep_bad_steps=0, or leave in_backward out"
             )
+        if run.max_spike_steps:
+            yield (
+                f"{here} so a step with a loss spike cannot be skipped as max_spike_steps={run.max_spike_steps} says. Set "
+                "max_spike_steps=0, or leave in_backward out"
+            )
         if run.precision == "fp16":
             yield (
                 f"{here} and precision: fp16 looks for overflows in all gradients before it. Use precision: bf16, or leave in_backward out"

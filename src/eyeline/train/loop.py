@@ -33,7 +33,7 @@ from eyeline.parallel.watch import watched, where_ranks_are
 from eyeline.train.auto_batch import with_batches
 from eyeline.train.compile import refuse_without_compiler
 from eyeline.train.display import display
-from eyeline.train.evidence import EVIDENCE, keep_evidence
+from eyeline.train.evidence import EVIDENCE, LossSpikes, keep_evidence
 from eyeline.train.float8 import refuse_without_float8
 from eyeline.train.graph_start import refuse_without_graphs
 from eyeline.train.in_backward import refuse_spoiled_weights
@@ -214,7 +214,7 @@ def train_stage(process: Process, checkpoint: store.Checkpoint | None) -> None:
         set_learning_rates(running.optimizers, rates(stage), at := factor(stage.schedule, state.step, running.steps))
         report, seen = run_update(process, running, step, state)
         refuse_spoiled_weights(stage, report.outcome != "not finite", state.global_step + 1, home.folder / EVIDENCE)
-        state = next_state(state, step, report)
+        state = next_state(state, step, report, running.spikes)
         stop.done = state.global_step
         ended = state.step == running.steps
         if ended:
@@ -223,7 +223,7 @@ def train_stage(process: Process, checkpoint: store.Checkpoint | None) -> None:
         better = False
         if run.validation_steps and running.reader.validates and (state.step % run.validation_steps == 0 or ended):
             state, better = run_validation(process, running, state)
-        over = state.not_finite > run.max_nonfinite_steps
+        over = state.not_finite > run.max_nonfinite_steps or state.spiked > run.max_spike_steps > 0
         due = run.save_minutes is not None and clock.now() - saved_at >= 60 * run.save_minutes
         border = at_border(process, running, step, due, seen.same)
         leaving = ended or over or border.stop is not None
@@ -234,11 +234,7 @@ def train_stage(process: Process, checkpoint: store.Checkpoint | None) -> None:
             saved_at = clock.now()
         show_step(process, running, state, step, report, border, at, seen, tells_rejects=ended or state.step == first)
         if over:
-            raise NotFinite(
-                f"{counted(state.not_finite, 'step')} had a loss or gradient that is not finite, more than "
-                f"max_nonfinite_steps={run.max_nonfinite_steps}. None was applied; {home.folder / EVIDENCE} says which samples they had. "
-                f"`eyeline replay` of a folder there says where it comes from; or lower the learning rate{beyond_fp16(run)}."
-            )
+            raise NotFinite(too_many_dropped(run, state, home.folder / EVIDENCE))
         if leaving:
             return
         process.at_step(state.global_step, running.plan.model)
@@ -332,12 +328,28 @@ def at_border(process: Process, running: StageRun, step: Step, due: bool, same: 
     )
 
 
-def examine(process: Process, running: StageRun, state: State, step: Step, loss: float, norm: float, outcome: Outcome) -> None:
-    """Keep what a step needs to be run again, before it changes the weights, if it is not finite or its loss is a spike."""
+def examine(process: Process, running: StageRun, state: State, step: Step, loss: float, norm: float, outcome: Outcome) -> Outcome:
+    """Keep what a step needs to be run again, before it changes the weights, if it is not finite or its loss is a spike; and what becomes
+    of the step: with `max_spike_steps`, one whose loss is a spike is skipped. Losses are of all ranks, which therefore decide alike."""
     spike = running.spikes.add(loss) and outcome == "applied"
     if spike or outcome == "not finite":
         batches = step.batches if process.packs.group.first else ()
         keep_evidence(process, running, state, batches, "spike" if spike else "not finite", loss, norm)
+    return "spike" if spike and running.spikes.skips else outcome
+
+
+def too_many_dropped(run: Run, state: State, evidence: Path) -> str:
+    """What a run says that ends because it dropped more steps than it may."""
+    if state.not_finite > run.max_nonfinite_steps:
+        what = f"{counted(state.not_finite, 'step')} had a loss or gradient that is not finite"
+        limit, remedy = f"max_nonfinite_steps={run.max_nonfinite_steps}", f"lower the learning rate{beyond_fp16(run)}"
+    else:
+        what, limit = f"{counted(state.spiked, 'step')} had a loss spike", f"max_spike_steps={run.max_spike_steps}"
+        remedy = "lower the learning rate, clip more (max_grad_norm), or raise max_spike_steps"
+    return (
+        f"{what}, more than {limit}. None was applied; {evidence} says which samples they had. "
+        f"`eyeline replay` of a folder there says where it comes from; or {remedy}."
+    )
 
 
 def beyond_fp16(run: Run) -> str:
@@ -345,13 +357,14 @@ def beyond_fp16(run: Run) -> str:
     return "; or set precision: bf16 or fp32, since fp16 has no number above 65,504" if run.precision == "fp16" else ""
 
 
-def next_state(state: State, step: Step, report: Report) -> State:
+def next_state(state: State, step: Step, report: Report, spikes: LossSpikes) -> State:
     """The state once a step is done."""
-    dropped = state.not_finite + (report.outcome == "not finite")
-    state = replace(state, step=state.step + 1, global_step=state.global_step + 1, data=step.state, not_finite=dropped)
+    dropped, spiked = state.not_finite + (report.outcome == "not finite"), state.spiked + (report.outcome == "spike")
+    state = replace(state, step=state.step + 1, global_step=state.global_step + 1, data=step.state, not_finite=dropped, spiked=spiked)
+    state = replace(state, losses=spikes.losses if spikes.skips else None)
     if state.loss_scale is None or report.outcome == "no targets":
         return state
-    scale = LossScale(state.loss_scale, state.good_steps).after(report.outcome == "applied")
+    scale = LossScale(state.loss_scale, state.good_steps).after(report.outcome in ("applied", "spike"))
     return replace(state, loss_scale=scale.factor, good_steps=scale.good_steps)
 
 

@@ -282,6 +282,7 @@ class Run(Settings):
     async_save: bool = False  # a thread writes checkpoints while training continues; the host needs memory for a copy of them
     save_total_limit: Positive = 2  # checkpoints to keep, in addition to the best one
     max_nonfinite_steps: NotNegative = 5  # steps that may be dropped because a loss or gradient is not finite
+    max_spike_steps: NotNegative = 0  # steps that may be skipped because their loss is a spike; 0: they are applied
     metrics_for_all_ranks: bool = False  # each rank writes what is its own of each step into metrics-ranks/ of the run folder
     keep_bad_steps: NotNegative = 2  # steps that are not finite or have a loss spike of which batches and weights are kept for `replay`
 
@@ -425,6 +426,7 @@ MAY_CHANGE = (
     "async_save",
     "save_total_limit",
     "max_nonfinite_steps",
+    "max_spike_steps",
     "metrics_for_all_ranks",
     "keep_bad_steps",
     "evaluation",

@@ -114,7 +114,7 @@ def state_of(process: "Process", running: "StageRun", state: "State", ended: boo
     own = without_state(running.optimizers)
     # of slices of a model each rank knows its own
     without = own if running.plan.slices is None else list(dict.fromkeys(chain.from_iterable(process.world.gather_patiently(own))))
-    progress = vars(state) if not ended else vars(state) | {"stage": state.stage + 1, "step": 0, "data": None, "best": None}
+    progress = vars(state) if not ended else vars(state) | {"stage": state.stage + 1, "step": 0, "data": None, "best": None, "losses": None}
     return {
         "stage": progress["stage"],
         "global_step": state.global_step,

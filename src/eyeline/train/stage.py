@@ -101,6 +101,8 @@ class State:
     best: float | None = None  # lowest validation loss of this stage
     loss_scale: float | None = None  # in fp16: what the next step's loss is multiplied by, and the steps applied since that changed
     good_steps: int = 0
+    spiked: int = 0  # steps skipped so far since their loss was a spike
+    losses: list[float] | None = None  # with `max_spike_steps`: the last ones of this stage, by which a spike is known
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,8 @@ def begin_stage(process: Process, checkpoint: store.Checkpoint | None, state: St
     set_distillation(plan.model, stage.distill)
     own_time = OwnTime((plan.model.get_submodule(name) for name in plan.blocks["language"]), here.device, world)
     balanced = world.size > 1 and run.mesh.balance_images
-    running = StageRun(stage, plan, optimizers, reader, steps, arithmetic, own_time, Stragglers(world.hosts), balanced)
+    spikes = LossSpikes(state.losses or (), skips=run.max_spike_steps > 0)
+    running = StageRun(stage, plan, optimizers, reader, steps, arithmetic, own_time, Stragglers(world.hosts), balanced, spikes)
     _announce(process, running, state, (*kernels, *in_float8))
     plan.model.train()
     if run.compile == "blocks":

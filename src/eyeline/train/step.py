@@ -23,7 +23,7 @@ from eyeline.train.loss_scale import LEAST, unscale
 from eyeline.train.slices import gradients_in_slices, outputs_in_slices
 from eyeline.train.small_adamw import SmallAdamW
 
-Outcome = Literal["applied", "not finite", "overflow", "no targets"]  # overflow: of gradients, by the loss scale of fp16
+Outcome = Literal["applied", "not finite", "overflow", "spike", "no targets"]  # overflow: of gradients, by the loss scale of fp16
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def update(
     balance: Balance | None,
     seed: int,
     step: int,
-    before_update: Callable[[float, float, Outcome], object] = lambda *_: None,
+    before_update: Callable[[float, float, Outcome], Outcome] = lambda _loss, _norm, outcome: outcome,
     loss_scale: float | None = None,
 ) -> Report:
     """Run every micro-batch forward and backward, clip, and apply the update unless something is not finite.
@@ -67,8 +67,9 @@ def update(
     The loss is summed over labels and divided once by the step's count, so that gradients do not depend on how the step is
     cut into micro-batches and ranks. `step` counts over the whole run: dropout is addressed by (seed, step, pack).
     `balance` says how the experts of MoE layers are balanced: what `set_balance` was given.
-    `before_update` gets the loss, the norm, and what will become of the step, before anything is changed. `loss_scale` is what the loss is
-    multiplied by for the backward passes, and gradients are divided by before they are looked at.
+    `before_update` gets the loss, the norm, and what would become of the step, before anything is changed, and returns what becomes of it:
+    a finite step may be skipped, by all ranks alike. `loss_scale` is what the loss is multiplied by for the backward passes, and gradients
+    are divided by before they are looked at.
     Optimizers with `in_backward` have updated each parameter when its gradient was there, whether all were finite or not.
     A parameter that no micro-batch of any rank used has no gradient and is left alone: neither moved nor decayed. Nothing here
     depends on what this rank holds, only on what all ranks do together (`data.slots`): so they run the same passes.
@@ -91,9 +92,8 @@ def update(
         figures += [*spread(tokens_NE.float()), added]
     # the one wait for the device in a step: a non-finite step must be decided before the optimizer touches its state
     loss_value, norm_value, finite, diverged, *routed = torch.stack(figures).tolist()
-    outcome = outcome_of(loss_value, bool(finite), loss_scale)
-    before_update(loss_value, norm_value, outcome)
-    if finite:
+    outcome = before_update(loss_value, norm_value, outcome_of(loss_value, bool(finite), loss_scale))
+    if outcome == "applied":
         if max_grad_norm:
             ranks.clip(parameters, max_grad_norm, norm)
         with fitting(f"the optimizer's state in step {step + 1}"):  # which it makes in its first step
