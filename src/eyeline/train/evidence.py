@@ -59,7 +59,7 @@ class LossSpikes:
 
     @property
     def losses(self) -> list[float]:
-        """The losses, in nats per supervised token, by which the next one is judged."""
+        """The losses, in nats per supervised token, that the next one is compared with."""
         return list(self._losses)
 
 
