@@ -167,3 +167,10 @@ def test_memory_is_that_of_padded_batches(tmp_path: Path) -> None:
     plain, padded = (needed_memory(one, 1, run.model.config, None) for one in (run, on))
     assert replace(padded, activations=0) == replace(plain, activations=0)
     assert padded.activations > plain.activations
+
+
+def test_memory_is_counted_where_graphs_are_refused(tmp_path: Path) -> None:
+    """`check` reports it next to the refusal."""
+    plain, refused = (short_run(tmp_path, "run", *settings) for settings in (["precision=fp32"], ["precision=fp32", "cuda_graph=true"]))
+    assert plain.model.config is not None
+    assert needed_memory(refused, 0, plain.model.config, None) == needed_memory(plain, 0, plain.model.config, None)

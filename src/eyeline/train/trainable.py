@@ -22,7 +22,7 @@ from eyeline.parallel.mesh import problems as mesh_problems
 from eyeline.parallel.mesh import schedule_problems
 from eyeline.parallel.shares import WHOLE, Shares
 from eyeline.parallel.slices import own_slices
-from eyeline.train.graph_start import graph_problems
+from eyeline.train.graph_start import graph_problems, model_problem
 from eyeline.train.memory import Memory, activations_of, activations_of_slices, fewest_recomputed, memory_of
 from eyeline.train.optim import AdamW, AdamW8bit, updates_in_backward
 from eyeline.train.run import COMPUTE, Adapted, Checkpointing, Full, Run, Stage
@@ -135,12 +135,18 @@ def plan_of(
     if isinstance(how, Checkpointing) and how.memory_gb is not None and again:
         whole = shares.whole_gradients(stage.batch.packs_per_step)
         room = int(how.memory_gb * 1e9) - memory_of(plan, stage.optimizer, shares, whole).total
-        again = fewest_recomputed(plan, stage.batch.budget, again, room, run.cuda_graph)
+        again = fewest_recomputed(plan, stage.batch.budget, again, room, _padded(run, plan))
     plan.model.recompute(again)
     if run.float8 != "none":
         for layer in float8_layers(plan.model, plan.blocks["language"]).layers:
             layer.float8 = run.float8
     return plan
+
+
+def _padded(run: Run, plan: Plan[Model]) -> bool:
+    """Return whether batches are padded for CUDA graphs. Where `cuda_graph` is refused they are not: what reads bounds on the host has
+    none in a padded batch without memory."""
+    return run.cuda_graph and not [*graph_problems(run)] and model_problem(plan) is None
 
 
 def needed_memory(run: Run, index: int, config: Config, apart: NewRows | None, shares: Shares = WHOLE) -> Memory:
@@ -152,7 +158,7 @@ def needed_memory(run: Run, index: int, config: Config, apart: NewRows | None, s
 def memory_with(plan: Plan[Model], run: Run, stage: Stage, budget: Budget, shares: Shares) -> Memory:
     """The same for packs of a budget, by the stage's plan."""
     kept = memory_of(plan, stage.optimizer, shares, shares.whole_gradients(stage.batch.packs_per_step))
-    return replace(kept, activations=activations_of(plan, budget, run.cuda_graph))
+    return replace(kept, activations=activations_of(plan, budget, _padded(run, plan)))
 
 
 def shares_of(run: Run, world_size: int) -> Shares:
