@@ -129,7 +129,9 @@ def scales(run: Run) -> list[tuple[str, float]]:
     return [(line["outcome"], line["loss_scale"]) for line in lines if line["kind"] == "step"]
 
 
-def test_planted_overflow_skips_one_step_and_a_resume_is_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_overflow_skips_one_step_and_a_resume_is_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Muon in full, then LoRA, from a scale that fits; it grows every second step. The stop is between two doublings."""
     monkeypatch.setattr(loss_scale, "GROWTH_STEPS", 3)
     monkeypatch.setattr(loop, "LossScale", lambda factor=64.0, good_steps=0: LossScale(factor, good_steps))
@@ -143,7 +145,9 @@ def test_planted_overflow_skips_one_step_and_a_resume_is_bit_for_bit(tmp_path: P
         stopped_at(patch, {4})
         with pytest.raises(Stopped):
             loop.train(cut)
+    capsys.readouterr()
     loop.train(cut)
+    assert "fp16: the loss scale is 32, as in the checkpoint" in capsys.readouterr().out
     assert scales(cut) == scales(whole)
     assert end_of(cut) == end_of(whole)
 

@@ -186,7 +186,7 @@ def first_lines(run: Run, home: Home, here: Machine, ranks: int, checkpoint: sto
     yield from (f"changed since: {line}" for line in changed)
     if home.encoder.template.notice:
         yield home.encoder.template.notice
-    if line := scaling_line(run.precision):
+    if line := scaling_line(run.precision, checkpoint.state["progress"].get("loss_scale") if checkpoint else None):
         yield line
     yield f"checkpoints: {saves(run)}"
 

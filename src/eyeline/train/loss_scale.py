@@ -16,10 +16,12 @@ from eyeline.core.shards import is_sharded
 FIRST, LEAST, GROWTH_STEPS = 65536.0, 1.0, 2000
 
 
-def scaling_line(precision: str) -> str | None:
-    """What a user of fp16 is told before it starts."""
+def scaling_line(precision: str, resumed_at: float | None = None) -> str | None:
+    """What a user of fp16 is told before it starts. `resumed_at`: the loss scale of the checkpoint that a run resumes from."""
     if precision != "fp16":
         return None
+    if resumed_at is not None:
+        return f"fp16: the loss scale is {resumed_at:,.0f}, as in the checkpoint, and adapts; a step whose gradients overflow is skipped"
     return f"fp16: the loss scale starts at {FIRST:,.0f} and adapts; a step whose gradients overflow is skipped, as a few first ones may be"
 
 
