@@ -51,7 +51,7 @@ def product_scaled(a_MK: Tensor, b_NK: Tensor, a_dtype: torch.dtype, scaling: Sc
         a_MK, b_NK = F.pad(a_MK, (0, missing)), F.pad(b_NK, (0, missing))
     (a_MK, a_scale), (b_NK, b_scale) = quantised(a_MK, a_dtype, scaling), quantised(b_NK, E4M3, scaling)
     b_scale = b_scale if scaling == "tensorwise" else b_scale.T
-    return torch._scaled_mm(a_MK, b_NK.T, scale_a=a_scale, scale_b=b_scale, out_dtype=out)
+    return torch._scaled_mm(a_MK, b_NK.T, scale_a=a_scale, scale_b=b_scale, out_dtype=out)  # pyright: ignore[reportPrivateImportUsage]  # torch has no public name for it in 2.11
 
 
 def product(a_MK: Tensor, b_NK: Tensor, a_dtype: torch.dtype, scaling: Scaling) -> Tensor:
