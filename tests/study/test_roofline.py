@@ -172,6 +172,9 @@ def test_roofline_prints_and_writes_a_model(eyeline: Command, tmp_path: Path) ->
         ({"size": "qwen3-vl-2"}, (), "Did you mean 'qwen3-vl-2b'"),
         ({"stage": "tun"}, (), "Did you mean 'tune'"),
         ({}, ("precision=fp32",), "Set precision=bf16"),
+        ({}, ("cuda_graph=true",), "Set cuda_graph=false"),
+        ({}, ("stages.0.optimizer={kind: adamw_8bit}",), r"Set stages\.tune\.optimizer={kind: adamw}"),
+        ({}, ("stages.0.optimizer={kind: adamw, in_backward: true}",), "prices for torch's fused AdamW and Muon"),
         ({"size": None}, (), "does not exist"),
     ],
 )

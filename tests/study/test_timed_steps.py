@@ -55,3 +55,10 @@ def test_a_mesh_and_packs_of_no_size_are_not_passed_over(eyeline: Command) -> No
     assert done.code == 2 and "batch: auto" in done.err and "--tokens and --patches" in done.err
     done = eyeline("bench", "roofline", "easyvqa-tiny", "precision=bf16", "--gpu=h100")
     assert done.code == 2 and "Did you mean 'h100-80' or 'h100-pcie'?" in done.err
+
+
+def test_updates_in_backward_of_several_packs_are_refused(eyeline: Command) -> None:
+    """As train refuses them: each pack would update the weights."""
+    optimizer = "stages.all.optimizer={kind: adamw, in_backward: true}"
+    done = eyeline("bench", "step", "easyvqa-tiny", optimizer, "stages.all.max_grad_norm=0", "max_nonfinite_steps=0", "--packs=2")
+    assert done.code == 2 and "batch.packs_per_step=2 adds up gradients" in done.err

@@ -31,6 +31,7 @@ from eyeline.train.compile import compile_first, refuse_attention, refuse_withou
 from eyeline.train.environment import environment
 from eyeline.train.float8 import refuse_without_float8
 from eyeline.train.graph_start import graphed_update, refuse_without_graphs
+from eyeline.train.in_backward import refuse_in_backward
 from eyeline.train.loss_scale import LEAST
 from eyeline.train.metrics import Clock
 from eyeline.train.optim import make_optimizers
@@ -80,6 +81,7 @@ def bench_steps(
     refuse_without_graphs(run, here)
     index = stage_index(run, stage)
     asked = resized(run, index, tokens, patches, packs)
+    refuse_in_backward(asked)
     with fitting("a step of this size"):
         timed = time_steps(asked, index, config_for(run, size), steps, warm_up, here)
     for line in (*one_device_lines(run), *lines(timed, here)):

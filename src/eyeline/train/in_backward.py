@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eyeline.core.errors import NotFinite
+from eyeline.core.errors import NotFinite, Refused
 from eyeline.train.optim import updates_in_backward
 from eyeline.train.run import Run, Stage
 from eyeline.train.small_adamw import SmallAdamW
@@ -48,6 +48,12 @@ def refuse_spoiled_weights(stage: Stage, finite: bool, step: int, evidence: Path
             "they are not saved. With in_backward=false the same command resumes from the last checkpoint, and drops up to "
             f"max_nonfinite_steps such steps. {evidence} says which samples this one had. Or lower the learning rate."
         )
+
+
+def refuse_in_backward(run: Run) -> None:
+    """Raise Refused where weights are to be updated in the backward pass and other settings do not go with that."""
+    if problems := [*in_backward_problems(run)]:
+        raise Refused("\n  ".join(problems))
 
 
 def in_backward_problems(run: Run) -> Iterator[str]:

@@ -17,7 +17,8 @@ from eyeline.study.roofline.price import Line, fused, priced
 from eyeline.study.roofline.record import Kind
 from eyeline.study.roofline.sizes import config_of
 from eyeline.study.roofline.step import Recording, record_step
-from eyeline.train.run import Run
+from eyeline.train.optim import AdamW, AdamW8bit
+from eyeline.train.run import Run, Stage
 from eyeline.train.start import description
 
 
@@ -62,10 +63,7 @@ def roofline(
     """Print the roofline of a stage's step, and write it to `out`."""
     gpu = _gpu(gpu_name)
     index = stage_index(run, stage)
-    if run.precision != "bf16":
-        raise Refused(f"precision is {run.precision}, and a roofline is of bf16, which GPUs are made for. Set precision=bf16")
-    if run.float8 != "none":
-        raise Refused(f"float8 is {run.float8}, and a roofline has no prices for products in FP8. Set float8=none")
+    _refuse_unmodelled(run, run.stages[index])
     batch = resized(run, index, tokens, patches, packs).stages[index].batch
     recording = record_step(run, index, config_for(run, size), batch.budget, batch.packs_per_step)
     ways = {"eager": way(priced(recording.operators, gpu), recording, gpu), "fused": way(fused(recording.operators, gpu), recording, gpu)}
@@ -74,6 +72,22 @@ def roofline(
         say(line)
     if out is not None:
         write_json(out, {"format": 1, "modelled": True, **about, "gpu": asdict(gpu), **{name: asdict(one) for name, one in ways.items()}})
+
+
+def _refuse_unmodelled(run: Run, stage: Stage) -> None:
+    """Raise Refused for settings that change what a step costs, and not what is counted here."""
+    if run.precision != "bf16":
+        raise Refused(f"precision is {run.precision}, and a roofline is of bf16, which GPUs are made for. Set precision=bf16")
+    if run.float8 != "none":
+        raise Refused(f"float8 is {run.float8}, and a roofline has no prices for products in FP8. Set float8=none")
+    if run.cuda_graph:
+        raise Refused("cuda_graph saves launches, and a roofline prices the launches of a step without it. Set cuda_graph=false")
+    optimizer, here = stage.optimizer, f"stages.{stage.name}.optimizer"
+    if isinstance(optimizer, AdamW8bit) or (isinstance(optimizer, AdamW) and optimizer.small):
+        raise Refused(
+            f"{here} is AdamW in 8 bits, or with state_dtype, offload or in_backward, and a roofline has prices for torch's fused AdamW "
+            f"and Muon. Set {here}={{kind: adamw}}"
+        )
 
 
 def way(lines: Sequence[Line], recording: Recording, gpu: GPU) -> Way:
