@@ -90,7 +90,9 @@ def test_blocks_count_for_memory_by_hand(tmp_path: Path) -> None:
     assert memory_of(plan, run.stages[0].optimizer).gradients == max(sizes.values())
 
 
-def test_step_that_is_not_finite_stops_the_run_unsaved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_that_is_not_finite_stops_the_run_unsaved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Without in_backward the same folder resumes from the checkpoint before it."""
     run = one_stage(tmp_path, "kind: adamw, in_backward: true", "save_steps=1")
     calls = 0
@@ -103,8 +105,10 @@ def test_step_that_is_not_finite_stops_the_run_unsaved(tmp_path: Path, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(decoder.Head, "forward", third_is_not)
-        with pytest.raises(NotFinite, match="Step 3 has a loss or gradient that is not finite"):
+        with pytest.raises(NotFinite, match=r"Step 3 has a loss or gradient .* and max_nonfinite_steps=5 the same command"):
             loop.train(run)
+    told = capsys.readouterr().out
+    assert "step 3: loss or gradient is not finite; its samples are in" in told and "skipped" not in told
     kept = store.newest(tmp_path / "run" / "checkpoints")
     assert kept is not None
     assert kept.step == 2

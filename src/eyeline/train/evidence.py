@@ -26,6 +26,7 @@ from eyeline.checkpoint.tensors import write_file
 from eyeline.core.batch import Batch, Counts
 from eyeline.core.errors import Refused
 from eyeline.core.files import make_folder, read_object, sha256_of, write_json
+from eyeline.train.optim import updates_in_backward
 from eyeline.train.saving import fixed_sets, state_of, tensors_of
 
 if TYPE_CHECKING:
@@ -98,11 +99,13 @@ def keep_evidence(
         of_ranks = world.gather([{"file": name, **written}, [plain(batch) for batch in batches]])
         record |= {"batches": of_ranks, "weights": _keep_weights(process, running, state, staging)}
     world.by_first(lambda: _commit(staging, folder, record))
-    process.show.note(_note(kind, folder, step, whole))
+    process.show.note(_note(kind, folder, step, whole, updates_in_backward(running.stage.optimizer)))
 
 
-def _note(kind: Kind, folder: Path, step: int, whole: bool) -> str:
-    what = f"step {step:,}: loss or gradient is not finite, the step is skipped" if kind == "not finite" else f"step {step:,}: loss spike"
+def _note(kind: Kind, folder: Path, step: int, whole: bool, updated: bool) -> str:
+    """The line about a step. `updated`: its weights have changed by then."""
+    skipped = "" if updated else ", the step is skipped"
+    what = f"step {step:,}: loss or gradient is not finite{skipped}" if kind == "not finite" else f"step {step:,}: loss spike"
     return f"{what}; eyeline replay {folder} says where it comes from" if whole else f"{what}; its samples are in {folder / STEP}"
 
 

@@ -45,8 +45,8 @@ def refuse_spoiled_weights(stage: Stage, finite: bool, step: int, evidence: Path
     if not finite and updates_in_backward(stage.optimizer):
         raise NotFinite(
             f"Step {step} has a loss or gradient that is not finite, and optimizer.in_backward had changed weights when that was known: "
-            "they are not saved. With in_backward=false the same command resumes from the last checkpoint, and drops up to "
-            f"max_nonfinite_steps such steps. {evidence} says which samples this one had. Or lower the learning rate."
+            f"they are not saved. With stages.{stage.name}.optimizer.in_backward=false and max_nonfinite_steps=5 the same command resumes "
+            f"from the last checkpoint, and skips such a step. {evidence} says which samples this one had. Or lower the learning rate."
         )
 
 
