@@ -187,4 +187,6 @@ def test_a_run_ends_with_the_result_of_its_last_stage() -> None:
     assert said.startswith("done: 1,004 steps in 0:0")
     assert " · loss 1.5000 (mean of the last 2 steps) · validation loss 0.7500, best 0.5000 at step 1 of the stage" in said
     assert "7 samples skipped" in said
+    tally.step(step_figures(3, 4, loss=9.0, stage="last", outcome="overflow"))
+    assert "loss 1.5000 (mean of the last 2 steps)" in tally.line(4), "a skipped step is none of them"
     assert Tally().line(4) == "done: 4 steps", "nothing was left to train"

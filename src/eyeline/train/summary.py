@@ -114,7 +114,7 @@ class Tally:
         applied = [(r.loss, r.counts.supervised) for one in self._steps if (r := one.report).outcome == "applied" and r.loss is not None]
         if labels := sum(count for _, count in applied):
             loss = sum(loss * count for loss, count in applied) / labels
-            parts.append(f"loss {loss:.4f} (mean of the last {counted(len(self._steps), 'step')})")
+            parts.append(f"loss {loss:.4f} (mean of the last {counted(len(applied), 'step')})")
         if self._validation is not None and self._validation[0] == last:
             parts.append(self._validation_text(self._validation[1]))
         if skipped := sum(self._skipped.values()):
