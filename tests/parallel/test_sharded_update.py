@@ -1,5 +1,7 @@
 """`update` on ranks that share out parameters against the same update in one process."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -51,6 +53,26 @@ HOW: dict[str, Setup] = {
 @pytest.mark.parametrize("family", ["llava", "qwen3_vl", "qwen3_5_vl-moe"])
 def test_ranks_update_as_one(family: str, how: str) -> None:
     compare(FAMILIES[family], HOW[how], 4 if how.endswith("hsdp") else 2)
+
+
+LAYOUTS = {"replicate": REPLICATED, "fsdp": SHARDED, "hsdp": BOTH}
+WAYS: dict[str, Setup] = {
+    "full": Setup(momentum=0.9),
+    "adapters": HOW["adapters"],
+    "projector alone": HOW["projector alone"],
+    "adapters and projector, gradient checkpointing": HOW["adapters and projector"],
+    "gradient checkpointing": HOW["gradient checkpointing"],
+}
+PAIRS = [(family, way) for family in FAMILIES for way in WAYS if family != "text" or "projector" not in way]
+
+
+@pytest.mark.slow  # the whole product, of which the tests above have what differs most
+@pytest.mark.parametrize("synced", [True, False], ids=["summed per batch", "summed once per step"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("family", "way"), PAIRS)
+def test_every_way_to_train_on_every_layout_updates_as_one(family: str, way: str, layout: str, synced: bool) -> None:
+    sizes = LAYOUTS[layout].model_copy(update={"sync_each_batch": synced})
+    compare(FAMILIES[family], replace(WAYS[way], sizes=sizes), 4 if layout == "hsdp" else 2)
 
 
 @pytest.mark.parametrize(
