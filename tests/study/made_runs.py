@@ -151,7 +151,7 @@ def step_line(training: Training, number: int, moment: Moment, counts: Line, sec
     peak = training.card.peak * training.ranks
     line: Line = {"kind": "step", "stage": training.stage, "stage_index": 0, "step": number, "global_step": number}
     line |= {"loss": round(1.1 + 3.2 / (number + 2) + 0.05 * rng.random(), 6), "grad_norm": round(0.6 + 0.5 * rng.random(), 6)}
-    line |= {"applied": True, "outcome": "applied", "loss_scale": None, "lr": {"projector": 0.00002, "language": 0.00001}, **counts}
+    line |= {"applied": True, "outcome": "applied", "lr": {"projector": 0.00002, "language": 0.00001}, **counts}
     line["sample_ids"] = int(rng.random() * 2**32)
     line |= dict.fromkeys(("expert_max_over_mean", "experts_unused", "balance_loss", "divergence"))
     line |= {"padding": 1 - counts["real"] / counts["slots"], "real_tokens_per_s": counts["real"] / wall}
