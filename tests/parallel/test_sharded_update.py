@@ -12,7 +12,7 @@ from eyeline.models.moe import Aux, Bias
 from eyeline.models.shape import shape
 from eyeline.parallel.mesh import MeshSizes, mesh_of
 from eyeline.parallel.place import place
-from tests.parallel.updates import FAMILIES, Setup, compare
+from tests.parallel.updates import FAMILIES, Setup, compare, train
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.ranks
@@ -53,6 +53,15 @@ HOW: dict[str, Setup] = {
 @pytest.mark.parametrize("family", ["llava", "qwen3_vl", "qwen3_5_vl-moe"])
 def test_ranks_update_as_one(family: str, how: str) -> None:
     compare(FAMILIES[family], HOW[how], 4 if how.endswith("hsdp") else 2)
+
+
+@pytest.mark.slow
+def test_replicas_are_equal_to_the_bit_after_fifty_steps() -> None:
+    """`whole` compares what several ranks hold."""
+    setup = Setup(sizes=REPLICATED, momentum=0.9, steps=50)
+    one, other = on_ranks(2, lambda world: train(FAMILIES["qwen3_vl"], setup, world), 240)
+    assert len(one.reports) == 50 and one.moved == set(one.weights)
+    assert [report.loss for report in one.reports] == [report.loss for report in other.reports]
 
 
 LAYOUTS = {"replicate": REPLICATED, "fsdp": SHARDED, "hsdp": BOTH}

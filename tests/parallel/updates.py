@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,7 @@ class Setup:
     loss_scale: float | None = None
     float8: Scaling | None = None  # of linear layers of the language model
     max_grad_norm: float | None = 0.5
-    steps: int = 3  # that are compared
+    steps: int = 3  # that are compared; more than there are repeat them
     narrow: tuple[Part, ...] = ()  # whose frozen matrices are stored in bfloat16
     dora: bool = False
     new_rows: NewRows | None = None
@@ -207,7 +208,7 @@ def train(case: Case, setup: Setup, world: World = ALONE) -> Trained:
             step=number,
             loss_scale=setup.loss_scale,
         )
-        for number, packs in enumerate(packs_of(case)[: setup.steps])
+        for number, packs in enumerate(islice(cycle(packs_of(case)), setup.steps))
     ]
     weights = whole({name: x for name, x, _ in plan.tensors()})
     moved = {name for name, x in weights.items() if not torch.equal(x, before[name])}
