@@ -496,6 +496,15 @@ def test_every_mode_writes_the_same_with_a_kill(open_reader: Open, tmp_path: Pat
     assert contents(out) == contents(tmp_path / "whole")
 
 
+def test_a_job_that_another_completes_while_it_starts_ends_well(open_reader: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looked before the folder was complete, and then for indexes that are removed at the end."""
+    out = tmp_path / "out"
+    manifest, answers, completed = made(open_reader(), out), [False], prepare._completed
+    monkeypatch.setattr(prepare, "_completed", lambda *about: answers.pop() if answers else completed(*about))
+    assert made(open_reader(), out, where=Where(0, 1, 3)) == manifest
+    assert not answers and not (out / prepare.INDEXES).exists()
+
+
 def test_a_partition_is_a_pure_function(open_reader: Open, tmp_path: Path) -> None:
     """Any process, in any folder and order, writes the same bytes."""
     manifest = made(open_reader(), tmp_path / "out")

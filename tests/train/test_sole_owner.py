@@ -1,4 +1,4 @@
-"""A run folder has one owner: of two starts at the same moment one wins, and an owner that is killed keeps nobody out."""
+"""A run folder has one owner: of two starts at the same moment one wins, and the lock of an owner that is killed is free."""
 
 import os
 from multiprocessing import get_context

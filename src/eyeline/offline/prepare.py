@@ -85,8 +85,13 @@ def pack_offline(
         _plan_of_packs(reader, budget, folder, packs, quality, indexes)  # what differs is said before anything is made again
     if _completed(folder, where):
         return open_prepared(str(folder)).manifest
-    if not indexes.make(where):
-        return None
+    try:
+        if not indexes.make(where):
+            return None
+    except StorageFailed:
+        if _completed(folder, where):  # meanwhile, by another job, which removes the indexes then
+            return open_prepared(str(folder)).manifest
+        raise
     plan = _plan_of_packs(reader, budget, folder, packs, quality, indexes)
     write = WriteArchive(_sources(reader), planned_file(plan, "rows.npy"), reader.rule, quality)
     archives = _made_archives(plan, folder, write, where)
